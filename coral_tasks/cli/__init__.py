@@ -1,0 +1,43 @@
+"""The ``coral`` command. Owns arguments, output and exit codes; every piece of work is a call into ``tasks``.
+
+Exit codes: 0 done and good; 1 an expected "no" (refused, infeasible, differences found); 2 wrong usage;
+3 a fault (storage, source, solver, protocol, engine).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import typer
+
+from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
+
+EXIT_EXPECTED_NO: Final = 1
+EXIT_FAULT: Final = 3
+
+app = typer.Typer(
+    name="coral",
+    help="Plan and deploy cost-efficient serving of many LLMs on mixed cloud GPUs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+# One line for each group: app.add_typer(group.app, name="group")
+
+
+@app.callback()
+def _root() -> None:
+    """Keep ``coral`` a group of commands even while it has only one."""
+
+
+def main() -> None:
+    """Run the command line; turn the project's exceptions into messages and exit codes."""
+    try:
+        app()
+    except ExpectedOutcome as outcome:
+        sys.stderr.write(f"coral: {outcome}\n")
+        sys.exit(EXIT_EXPECTED_NO)
+    except CoralFault as fault:
+        sys.stderr.write(f"coral: {type(fault).__name__}: {fault}\n")
+        sys.exit(EXIT_FAULT)

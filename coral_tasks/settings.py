@@ -1,0 +1,31 @@
+"""Settings from the environment (prefix ``CORAL_``). Owns defaults and their meaning; reads nothing at import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Where things lie and how the pipeline behaves. Every field can be set as ``CORAL_<NAME>``."""
+
+    model_config = SettingsConfigDict(env_prefix="CORAL_", extra="forbid", frozen=True)
+
+    home: Path = Field(default=Path(".coral"), description="Folder for everything the pipeline writes.")
+    setup: str = Field(default="core", description="Name of the catalogue's setup: models, configurations, regions.")
+    mode: Literal["advisory", "approve", "auto"] = Field(
+        default="auto", description="advisory plans only; approve asks a person; auto dispatches."
+    )
+    adjustment_interval_s: float = Field(default=300.0, gt=0, description="Time between two allocation runs.")
+    startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")
+    headroom: float = Field(default=0.9, gt=0, le=1, description="Share of capacity that demand may use.")
+    solve_time_limit_s: float = Field(default=60.0, gt=0, description="Limit of one solve; the best plan counts.")
+    seed: int = Field(default=0, description="Seed of everything random.")
+
+    @property
+    def startup_factor(self) -> float:
+        """K of the allocation program: start-up time over adjustment interval."""
+        return self.startup_s / self.adjustment_interval_s
