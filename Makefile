@@ -1,0 +1,47 @@
+# Every target sets up what it needs; see README.md.
+SHELL := /bin/bash
+PY := .venv/bin/python
+export CORAL_HOME ?= $(CURDIR)/.coral
+# Nothing reaches out to the internet at run time.
+export DO_NOT_TRACK := 1
+export GX_ANALYTICS_ENABLED := false
+export VLLM_NO_USAGE_STATS := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: run serve test test-engine test-distributed lint bench clean lock
+.DEFAULT_GOAL := help
+
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+.venv/.complete: pyproject.toml docker/requirements.lock .ci/bootstrap.py
+	@python3 .ci/bootstrap.py .venv docker/requirements.lock 3.12 3.13
+
+.venv-vllm/.complete: docker/requirements-vllm.lock .ci/bootstrap.py
+	@python3 .ci/bootstrap.py .venv-vllm docker/requirements-vllm.lock 3.11
+
+run: .venv/.complete ## both DAGs to their end on this machine, with local node agents; prints the plan
+	@.venv/bin/coral demo
+
+serve: .venv/.complete ## Airflow's UI with both DAGs scheduled
+	@.venv/bin/coral serve
+
+test: .venv/.complete ## fast tests: all that needs no extra server
+	@$(PY) -m pytest -m "not engine and not distributed and not browser"
+
+test-engine: .venv/.complete .venv-vllm/.complete ## real vLLM on the CPU, in an environment of its own
+	@$(PY) -m pytest -m engine
+
+lint: .venv/.complete ## ruff and mypy
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+bench: .venv/.complete ## speed and memory, as ratios within one run
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+lock: .venv/.complete ## renew docker/requirements.lock from pyproject.toml (names and versions only)
+	@.venv-uv/bin/uv pip compile --universal --python-version 3.12 --no-header --no-annotate --quiet \
+	  --extra agent --extra aws --extra profiling --extra airflow --extra distributed --extra dev \
+	  pyproject.toml -o docker/requirements.lock
+
+clean: ## everything made by the targets above, the data folder included
+	@rm -rf .venv .venv-uv .venv-vllm .coral .mypy_cache .ruff_cache .pytest_cache .hypothesis
