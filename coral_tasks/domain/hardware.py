@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from coral_tasks.domain.names import GpuTypeName, NodeConfigurationId
 from coral_tasks.domain.validation import Checks
+
+CPU_ARCHITECTURE: Final = "cpu"
+"""Architecture of the stand-in card of a machine without GPU; only measured profiles may be used for it."""
 
 
 class IntraNodeLink(StrEnum):
@@ -67,7 +71,9 @@ class NodeConfiguration:
 
     @property
     def id(self) -> NodeConfigurationId:
-        """Name of this configuration, ``<gpu>x<count>``."""
+        """Name of this configuration, ``<gpu>x<count>``; a machine without GPU bears its card's name, ``cpu``."""
+        if self.gpu.architecture == CPU_ARCHITECTURE:
+            return NodeConfigurationId(self.gpu.name)
         return NodeConfigurationId(f"{self.gpu.name}x{self.num_gpus}")
 
     @property
