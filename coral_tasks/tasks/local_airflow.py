@@ -1,0 +1,165 @@
+"""Airflow on one machine: its environment, its database, its processes. Starts Airflow as a command, never imports it.
+
+Everything lies under ``<home>/airflow``; every server listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coral_tasks.domain.errors import CoralFault, Unavailable
+
+PROJECT = Path(__file__).resolve().parents[2]
+"""The checkout: DAGs and plugins lie in it."""
+
+_LOOPBACK = "127.0.0.1"
+
+
+def airflow_environment(home: Path, *, port: int = 8080) -> dict[str, str]:
+    """Environment of every Airflow process of this installation, on top of the caller's own."""
+    root = home / "airflow"
+    return {
+        **os.environ,
+        "CORAL_HOME": str(home),
+        "AIRFLOW_HOME": str(root),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(PROJECT / "dags"),
+        "AIRFLOW__CORE__PLUGINS_FOLDER": str(PROJECT / "plugins"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+        "AIRFLOW__CORE__PARALLELISM": "4",
+        "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{root / 'airflow.db'}",
+        "AIRFLOW__API__HOST": _LOOPBACK,
+        "AIRFLOW__API__PORT": str(port),
+        "AIRFLOW__API__BASE_URL": f"http://{_LOOPBACK}:{port}",
+        "AIRFLOW__API__EXPOSE_CONFIG": "False",
+        "AIRFLOW__API_AUTH__JWT_SECRET": _secret(root / "jwt_secret"),
+        "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"http://{_LOOPBACK}:{port}/execution/",
+        "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_SERVER_HOST": _LOOPBACK,
+        "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "5",
+        "AIRFLOW__LOGGING__LOGGING_LEVEL": os.environ.get("AIRFLOW__LOGGING__LOGGING_LEVEL", "WARNING"),
+    }
+
+
+def _secret(path: Path) -> str:
+    """The installation's own signing secret, made once, readable by the owner only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text(encoding="ascii")
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(48))
+    return path.read_text(encoding="ascii")
+
+
+def _program(name: str) -> str:
+    """A console script of the running interpreter's environment."""
+    return str(Path(sys.executable).parent / name)
+
+
+def migrate_database(home: Path) -> None:
+    """Create or upgrade Airflow's database. Raises CoralFault with Airflow's own words if that fails."""
+    done = subprocess.run(  # noqa: S603 - our own interpreter's script
+        [_program("airflow"), "db", "migrate"],
+        env=airflow_environment(home),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise CoralFault(f"airflow db migrate failed:\n{done.stderr[-2000:]}")
+
+
+def run_dags(home: Path, runs: Sequence[tuple[str, str]]) -> int:
+    """Run DAGs one after another to their end, in one child process. ``runs``: DAG id and JSON configuration.
+
+    Returns the child's exit status: 0 if every run succeeded.
+    """
+    script = PROJECT / "plugins" / "coral_airflow" / "local_run.py"
+    words = [sys.executable, str(script), *(f"{dag}={conf}" for dag, conf in runs)]
+    return subprocess.run(words, env=airflow_environment(home), check=False).returncode  # noqa: S603
+
+
+def require_free_port(port: int, purpose: str) -> None:
+    """Raise Unavailable if something listens on that loopback port already."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError as error:
+            raise Unavailable(f"port {port} on {_LOOPBACK}, for {purpose}, is in use: {error.strerror}") from error
+
+
+_COMPONENTS: Mapping[str, tuple[str, ...]] = {
+    # The log servers of scheduler and triggerer would bind every interface.
+    "api-server": ("api-server", "--workers", "1"),
+    "scheduler": ("scheduler", "--skip-serve-logs"),
+    "dag-processor": ("dag-processor",),
+    "triggerer": ("triggerer", "--skip-serve-logs"),
+}
+
+
+def serve(home: Path, *, port: int) -> int:
+    """Run Airflow's four components until one ends or the caller is interrupted; then end all of them.
+
+    Returns 0 after an interrupt, 3 if a component ended by itself.
+    """
+    require_free_port(port, "Airflow's UI")
+    migrate_database(home)
+    logs = home / "airflow" / "service-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    environment = airflow_environment(home, port=port)
+    children = {
+        name: _start(
+            words if name != "api-server" else (*words, "--port", str(port)), logs / f"{name}.log", environment
+        )
+        for name, words in _COMPONENTS.items()
+    }
+    # SIGTERM like Ctrl-C: both must end the children, which Airflow's own standalone leaves behind.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return _watch(children, logs)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for child in children.values():
+            _end_group(child)
+
+
+def _start(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as sink:
+        return subprocess.Popen(  # noqa: S603
+            [_program("airflow"), *words],
+            env=environment,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _watch(children: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> int:
+    while True:
+        for name, child in children.items():
+            if child.poll() is not None:
+                sys.stderr.write(f"coral: {name} ended with {child.returncode}; see {logs / name}.log\n")
+                return 3
+        time.sleep(0.5)
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """End a component and everything it started: terminate the group, kill what is left after ten seconds."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, sent)
+            child.wait(timeout=10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
