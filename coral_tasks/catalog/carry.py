@@ -27,7 +27,7 @@ SHORT_GPU = {
 T4_USABLE = "; memory entered as the usable 15 GiB (ECC), not the nominal 16"
 EXTRA_GPUS = (
     (
-        "V100,16,125,,900,150,16,Volta,NVIDIA V100 SXM2 16 GB datasheet (FP16 tensor, no BF16; links one way); "
+        "V100,16,125,,900,150,16,Volta,NVIDIA V100 SXM2 16 GB datasheet (FP16 tensor; no BF16; links one way); "
         "for validation against Helix only"
     ),
     "cpu,16,1,,50,,16,cpu,A machine without GPU: nominal figures. Only measured profiles are ever used for it",
