@@ -46,6 +46,7 @@ class ProfileTable:
     ``node_memory_bytes``: GPU memory of a whole node, per configuration (for rho).
     ``tp_degree``: tensor parallel degree used on a node, per configuration.
     ``sources``, ``provenance``: per configuration; the latter names versions and date.
+    ``extrapolated``: bool, same shape, cells that rest on a point outside what their source measured; None if unknown.
     ``version``: hash of everything the table was made from.
     Raises ValidationFailed on construction if any of this is broken.
     """
@@ -64,6 +65,7 @@ class ProfileTable:
     sources: tuple[ProfileSource, ...]
     provenance: tuple[str, ...]
     version: str
+    extrapolated: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         checks = Checks("profile_table", f"{self.model} {self.phase}")
@@ -72,6 +74,8 @@ class ProfileTable:
         checks.raise_if_any()
         self.throughput.setflags(write=False)
         self.limited_by.setflags(write=False)
+        if self.extrapolated is not None:
+            self.extrapolated.setflags(write=False)
 
     def _check_names(self, checks: Checks) -> None:
         checks.unique("configuration", self.configurations)
@@ -87,6 +91,8 @@ class ProfileTable:
         checks.require(shape_ok and self.num_layers >= 1, "throughput must have shape (C, L, Q)", str(values.shape))
         checks.require(values.dtype == np.float64, "throughput must be float64", str(values.dtype))
         checks.require(self.limited_by.shape == values.shape, "limited_by must have the shape of throughput")
+        marked_ok = self.extrapolated is None or self.extrapolated.shape == values.shape
+        checks.require(marked_ok, "extrapolated must have the shape of throughput")
         if not shape_ok:
             return
         finite = bool(np.isfinite(values).all())

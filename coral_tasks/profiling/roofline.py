@@ -1,0 +1,142 @@
+"""Analytic source: a roofline with efficiency factors per GPU type and phase (design 2.1, third source).
+
+Owns the formulae; the factors come from ``calibration``. Knows every GPU type with a calibration row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_tasks.domain.hardware import CPU_ARCHITECTURE, IntraNodeLink
+from coral_tasks.domain.models import AttentionKind, ServedModel
+from coral_tasks.domain.names import Phase
+from coral_tasks.domain.profiles import ProfileSource
+from coral_tasks.profiling.calibration import Efficiency, load_calibration
+from coral_tasks.profiling.costs import LayerCosts, Work
+from coral_tasks.profiling.memory import (
+    BYTES_16BIT,
+    is_sparse,
+    kv_bytes_per_layer,
+    layer_params,
+)
+
+FP8_BYTES = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineSource:
+    """CostSource by formula. ``calibration``: factors by GPU type and phase."""
+
+    calibration: dict[tuple[str, Phase], Efficiency]
+    source: ProfileSource = ProfileSource.ANALYTIC
+
+    @classmethod
+    def load(cls) -> RooflineSource:
+        """With the project's own calibration file."""
+        return cls(calibration=load_calibration())
+
+    def costs(self, work: Work) -> LayerCosts | None:
+        """Time of every batch; None for a machine without GPU or a type without calibration."""
+        gpu = work.configuration.gpu
+        efficiency = self.calibration.get((gpu.name, work.phase))
+        if gpu.architecture == CPU_ARCHITECTURE or efficiency is None:
+            return None
+        return roofline_costs(work, efficiency)
+
+
+def roofline_costs(work: Work, efficiency: Efficiency) -> LayerCosts:
+    """Layer = max(compute, memory) + all-reduces + launch; constant = head and embedding + step overhead."""
+    gpu = work.configuration.gpu
+    flops = work_flops(work) / work.split.tp
+    read = work_bytes(work)
+    peak = _peak_flops(work)
+    compute = flops / (peak * efficiency.compute)
+    memory = read / (gpu.memory_bandwidth_bytes_per_s * efficiency.bandwidth)
+    layer = np.maximum(compute, memory) + efficiency.launch_s + all_reduce_s(work, efficiency)[:, None]
+    return LayerCosts(
+        layer_s=layer,
+        constant_s=_head_s(work, efficiency) + efficiency.step_s,
+        extrapolated=np.zeros(len(work.sequences), dtype=bool),
+        source=ProfileSource.ANALYTIC,
+        provenance=f"roofline; factors {efficiency.provenance}",
+    )
+
+
+def _peak_flops(work: Work) -> float:
+    gpu = work.configuration.gpu
+    if work.model.weight_bytes_per_param <= FP8_BYTES and gpu.fp8_flops_per_s is not None:
+        return gpu.fp8_flops_per_s
+    return gpu.flops_per_s
+
+
+def work_flops(work: Work) -> NDArray[np.float64]:
+    """Floating point operations of each layer for the whole batch over all GPUs, shape (B, L).
+
+    2 per active parameter and token, 4 x heads x head size per token and attended token (half of the prompt on
+    average in prefill, since attention is causal).
+    """
+    model, params = work.model, layer_params(work.model)
+    sparse = is_sparse(model)
+    active_experts = model.experts.experts_per_token if model.experts else 0
+    active = params.attention + np.where(sparse, params.shared + active_experts * params.expert, params.dense_mlp)
+    attended = attended_tokens(model, work)
+    per_token = 2 * active + 4.0 * model.num_attention_heads * model.head_dim * attended
+    return np.asarray(work.tokens[:, None] * per_token[None, :], dtype=np.float64)
+
+
+def attended_tokens(model: ServedModel, work: Work) -> NDArray[np.float64]:
+    """Tokens that one token attends to in each layer, on average, shape (L,)."""
+    length = work.context_tokens
+    full = length / 2 if work.phase is Phase.PREFILL else length
+    window = float(model.window_tokens or length)
+    if work.phase is Phase.PREFILL:
+        # The first `window` tokens see half a window on average, the rest a whole one.
+        seen = min(window, length)
+        sliding = (seen * seen / 2 + max(0.0, length - seen) * window) / length
+    else:
+        sliding = min(window, length)
+    return np.asarray([sliding if kind is AttentionKind.SLIDING else full for kind in model.attention_kinds])
+
+
+def work_bytes(work: Work) -> NDArray[np.float64]:
+    """Bytes that one GPU reads for each layer and batch, shape (B, L): weights touched and, in decode, the KV cache.
+
+    Of the experts, those that at least one token of the batch picks (uniform routing); split by EP.
+    """
+    model, split = work.model, work.split
+    params, sparse = layer_params(model), is_sparse(model)
+    dense = (params.attention + np.where(sparse, params.shared, params.dense_mlp)) * model.weight_bytes_per_param
+    read = np.broadcast_to(dense / split.tp, (len(work.sequences), model.num_layers)).copy()
+    if model.experts is not None:
+        untouched = (1 - model.experts.experts_per_token / model.experts.num_experts) ** work.tokens
+        touched = model.experts.num_experts * (1 - untouched) * params.expert * model.expert_bytes_per_param
+        read += touched[:, None] * sparse[None, :] / (split.expert_tp * split.ep)
+    if work.phase is not Phase.PREFILL:
+        kv = kv_bytes_per_layer(model, split, work.context_tokens, block_tokens=1)
+        read += np.asarray(work.sequences, dtype=np.float64)[:, None] * kv[None, :]
+    return read
+
+
+def all_reduce_s(work: Work, efficiency: Efficiency) -> NDArray[np.float64]:
+    """Seconds of the two all-reduces of one layer, shape (B,); ring: each GPU moves 2 (n-1)/n of the tensor."""
+    count = work.split.tp
+    if count == 1:
+        return np.zeros(len(work.sequences))
+    gpu, link = work.configuration.gpu, work.configuration.intra_node_link
+    nvlink = gpu.nvlink_bytes_per_s
+    rate = nvlink if link is IntraNodeLink.NVLINK and nvlink is not None else gpu.pcie_bytes_per_s
+    message = BYTES_16BIT * work.model.hidden_size * work.tokens
+    moved = 2 * (count - 1) / count * message
+    return np.asarray(2 * (moved / (rate * efficiency.link_for(count)) + efficiency.link_latency_s))
+
+
+def _head_s(work: Work, efficiency: Efficiency) -> NDArray[np.float64]:
+    """Head on one token of each sequence and reading its table, shape (B,)."""
+    gpu, embedding = work.configuration.gpu, layer_params(work.model).embedding
+    sequences = np.asarray(work.sequences, dtype=np.float64)
+    compute = 2 * embedding * sequences / work.split.tp / (gpu.flops_per_s * efficiency.compute)
+    memory = embedding * BYTES_16BIT / work.split.tp / (gpu.memory_bandwidth_bytes_per_s * efficiency.bandwidth)
+    return np.asarray(np.maximum(compute, memory))
