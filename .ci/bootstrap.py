@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _uv() -> Path:
-    """uv in a small environment of its own, since the machine may have none."""
+    """A uv in a small environment of its own, since the machine may have none."""
     home = ROOT / ".venv-uv"
     program = home / "bin" / "uv"
     if not program.is_file():

@@ -5,6 +5,7 @@ Everything lies under ``<home>/airflow``; every server listens on loopback only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -131,8 +132,7 @@ def serve(home: Path, *, port: int) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        for child in children.values():
-            _end_group(child)
+        _end_groups(list(children.values()))
 
 
 def _start(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -155,11 +155,15 @@ def _watch(children: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> int:
         time.sleep(0.5)
 
 
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a component and everything it started: terminate the group, kill what is left after ten seconds."""
+def _end_groups(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the components and all they started: terminate the groups, kill what is left after ten seconds."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interrupt, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
+    deadline = time.monotonic() + 10
     for sent in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(child.pid, sent)
-            child.wait(timeout=10)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, sent)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=max(0.1, deadline - time.monotonic()))
