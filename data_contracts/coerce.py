@@ -1,0 +1,239 @@
+"""Brings a raw table into a contract's schema, cell by cell and without guessing.
+
+Owns what counts as equal meaning: order of columns, text for numbers, 32 for 64 bits, any zone for UTC. What it
+cannot read for certain (separators for thousands, times without a zone, numbers as times) is a flaw of that cell.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from data_contracts.contract import Column, Contract
+
+NUMBER: Final = r"^[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$"
+NOT_FINITE: Final = r"(?i)^[+-]?(?:nan|inf|infinity)$"
+SEPARATED: Final = r"^[+-]?[0-9]{1,3}(?:[,.'’   _][0-9]{3})*(?:[,.][0-9]+)?$"
+TIME: Final = (
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?"
+    r"(?: ?(?:Z|z|UTC|[+-][0-9]{2}:?[0-9]{2}))$"
+)
+ZONELESS: Final = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?)?$"
+_SAFE_INTEGER: Final = 2.0**53
+
+
+class CellFlaw(NamedTuple):
+    """``row``: from 0; −1 for the whole column."""
+
+    row: int
+    column: str
+    value: str
+    text: str
+    rule: str
+    warning: bool = False
+
+
+class Coerced(NamedTuple):
+    """``table``: in the contract's schema, unreadable cells null; None if a needed column is missing."""
+
+    table: pa.Table | None
+    flaws: tuple[CellFlaw, ...]
+
+
+def coerce(contract: Contract, raw: pa.Table) -> Coerced:
+    """Read ``raw`` as ``contract``'s table. Never raises for what ``raw`` holds."""
+    flaws = [*_version_flaws(contract, raw), *_column_flaws(contract, raw)]
+    if any(not flaw.warning for flaw in flaws):
+        return Coerced(table=None, flaws=tuple(flaws))
+    arrays: list[pa.Array] = []
+    for column in contract.columns:
+        array, found = _coerce_column(column, raw)
+        arrays.append(array)
+        flaws += found
+    if any(flaw.row < 0 and not flaw.warning for flaw in flaws):
+        return Coerced(table=None, flaws=tuple(flaws))
+    # nullability is a rule of the gate, which names the rows; Arrow would only raise
+    table = pa.Table.from_arrays(arrays, names=list(contract.column_names))
+    return Coerced(table=table, flaws=tuple(flaws))
+
+
+def _version_flaws(contract: Contract, raw: pa.Table) -> list[CellFlaw]:
+    metadata = raw.schema.metadata or {}
+    name = metadata.get(b"coral.contract", contract.name.encode()).decode(errors="replace")
+    version = metadata.get(b"coral.version", contract.version.encode()).decode(errors="replace")
+    found = []
+    if name != contract.name:
+        found.append(CellFlaw(-1, "", name, f"the file says it is table {name}", "contract_name"))
+    if version.partition(".")[0] != contract.version.partition(".")[0]:
+        text = f"contract version {version}; this reader knows {contract.version}"
+        found.append(CellFlaw(-1, "", version, text, "contract_version"))
+    return found
+
+
+def _column_flaws(contract: Contract, raw: pa.Table) -> list[CellFlaw]:
+    found = []
+    known, given = set(contract.column_names), raw.column_names
+    for column in contract.columns:
+        if given.count(column.name) > 1:
+            found.append(CellFlaw(-1, column.name, "", f"column {column.name} is there twice", "columns_unique"))
+        elif column.name not in given and not column.nullable:
+            text = f"column {column.name} is missing{_hint(column.name, given)}"
+            found.append(CellFlaw(-1, column.name, "", text, "columns_present"))
+        elif column.name in given:
+            found += _unit_flaws(column, raw.schema.field(column.name))
+    extra = [name for name in dict.fromkeys(given) if name not in known]
+    return found + [_extra(name) for name in extra]
+
+
+def _extra(name: str) -> CellFlaw:
+    text = f"column {name} is not in the contract; ignored"
+    return CellFlaw(-1, name, "", text, "columns_known", warning=True)
+
+
+def _hint(name: str, given: list[str]) -> str:
+    close = [other for other in given if other.strip().lower() == name]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _unit_flaws(column: Column, field: pa.Field) -> list[CellFlaw]:
+    unit = (field.metadata or {}).get(b"unit", column.unit.encode()).decode(errors="replace")
+    if unit == column.unit:
+        return []
+    text = f"column {column.name} is declared in {unit!r}, the contract says {column.unit!r}"
+    return [CellFlaw(-1, column.name, unit, text, "columns_unit")]
+
+
+def _coerce_column(column: Column, raw: pa.Table) -> tuple[pa.Array, list[CellFlaw]]:
+    if column.name not in raw.column_names:
+        return pa.nulls(raw.num_rows, column.type), []
+    array = _plain(raw.column(column.name))
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), column.type), []
+    if pa.types.is_timestamp(column.type):
+        return _to_time(column, array)
+    if pa.types.is_string(column.type):
+        return _to_text(column, array)
+    return _to_number(column, array)
+
+
+def _plain(chunked: pa.ChunkedArray) -> pa.Array:
+    """One array, dictionaries decoded, all text as ``string``."""
+    array = chunked.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    is_text = pa.types.is_large_string(array.type) or pa.types.is_string_view(array.type)
+    return array.cast(pa.string()) if is_text else array
+
+
+def _wrong_type(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    text = f"column {column.name} has type {array.type}, the contract says {column.type}"
+    return pa.nulls(len(array), column.type), [CellFlaw(-1, column.name, str(array.type), text, "column_type")]
+
+
+def _to_text(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    return (array, []) if pa.types.is_string(array.type) else _wrong_type(column, array)
+
+
+def _to_number(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    if pa.types.is_string(array.type):
+        return _parse_numbers(column, array)
+    numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_decimal(array.type)
+    if not numeric:
+        return _wrong_type(column, array)
+    if pa.types.is_floating(column.type):
+        return array.cast(pa.float64(), safe=False), []
+    if pa.types.is_integer(array.type):
+        return _narrow(column, array)
+    return _whole(column, array.cast(pa.float64(), safe=False), array)
+
+
+def _narrow(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    """Integers to 64 bits; unsigned values beyond are flaws."""
+    try:
+        return array.cast(column.type), []
+    except pa.ArrowInvalid:
+        return _whole(column, array.cast(pa.float64(), safe=False), array)
+
+
+def _whole(column: Column, floats: pa.Array, shown: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    """Floats to integers; what is no whole number is a flaw of its cell."""
+    values = floats.to_numpy(zero_copy_only=False)
+    null = floats.is_null().to_numpy(zero_copy_only=False)
+    with np.errstate(invalid="ignore"):
+        good = np.isfinite(values) & (np.abs(values) <= _SAFE_INTEGER) & (np.floor(values) == values)
+    flaws = [
+        CellFlaw(int(row), column.name, str(shown[int(row)].as_py()), f"{column.name} must be a whole number", "number")
+        for row in np.flatnonzero(~good & ~null)
+    ]
+    whole = np.where(good, values, 0.0).astype(np.int64)
+    return pa.array(whole, type=column.type, mask=~good), flaws
+
+
+def _parse_numbers(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    trimmed = pc.utf8_trim_whitespace(array)
+    trimmed = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    plain = pc.match_substring_regex(trimmed, NUMBER)
+    odd = pc.match_substring_regex(trimmed, NOT_FINITE)
+    readable = pc.fill_null(pc.or_(plain, odd), fill_value=True)
+    flaws = [
+        CellFlaw(row, column.name, array[row].as_py(), _number_text(column.name, trimmed[row].as_py()), "number")
+        for row in np.flatnonzero(~readable.to_numpy(zero_copy_only=False)).tolist()
+    ]
+    kept = pc.if_else(readable, trimmed, pa.scalar(None, pa.string()))
+    floats = pa.array(pd.to_numeric(kept.to_pandas(), errors="coerce").to_numpy(dtype=float), mask=_null_mask(kept))
+    if pa.types.is_floating(column.type):
+        return floats, flaws
+    whole, found = _whole(column, floats, array)
+    return whole, [*flaws, *found]
+
+
+def _null_mask(array: pa.Array) -> NDArray[np.bool_]:
+    return np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+
+
+def _number_text(name: str, value: str) -> str:
+    if pc.match_substring_regex(pa.array([value]), SEPARATED)[0].as_py():
+        return f"{name} must be a plain number: no separator for thousands, and a point for decimals"
+    return f"{name} is not a number"
+
+
+def _to_time(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    if pa.types.is_string(array.type):
+        return _parse_times(column, array)
+    if not pa.types.is_timestamp(array.type):
+        return _wrong_type(column, array)
+    if array.type.tz is None:
+        text = f"column {column.name} has times without a time zone"
+        return pa.nulls(len(array), column.type), [CellFlaw(-1, column.name, str(array.type), text, "time_zone")]
+    try:
+        return array.cast(column.type, safe=array.type.unit == "s"), []
+    except pa.ArrowInvalid as error:
+        text = f"column {column.name} has times out of range"
+        return pa.nulls(len(array), column.type), [CellFlaw(-1, column.name, str(error)[:200], text, "time")]
+
+
+def _parse_times(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    trimmed = pc.utf8_trim_whitespace(array)
+    trimmed = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    readable = pc.fill_null(pc.match_substring_regex(trimmed, TIME), fill_value=True)
+    kept = pc.if_else(readable, trimmed, pa.scalar(None, pa.string()))
+    times = pd.to_datetime(kept.to_pandas(), utc=True, format="ISO8601", errors="coerce")
+    flaws = [
+        CellFlaw(row, column.name, array[row].as_py(), _time_text(column.name, trimmed[row].as_py()), "time")
+        for row in np.flatnonzero(times.isna().to_numpy() & ~_null_mask(trimmed)).tolist()
+    ]
+    micros = times.dt.tz_localize(None).to_numpy(dtype="datetime64[us]")
+    return pa.array(micros, type=pa.timestamp("us"), mask=np.isnat(micros)).cast(column.type), flaws
+
+
+def _time_text(name: str, value: str) -> str:
+    if pc.match_substring_regex(pa.array([value]), ZONELESS)[0].as_py():
+        return f"{name} needs a time zone (Z or +hh:mm): a local time is ambiguous"
+    return f"{name} is not an ISO 8601 time with a zone, such as 2026-11-29T08:00:00Z"

@@ -1,0 +1,296 @@
+"""The gate of one table: accept, accept with warnings, or quarantine, with every violation and where it is.
+
+Owns the verdict. Must not read or keep files, and knows no single table (``registry`` does).
+
+API::
+
+    check_table(contract, table_or_frame_or_RawTable, context) -> GateOutcome(report, table)
+    GateReport: .verdict .findings .as_json() ; Finding: table, row, value, rule, text, severity
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+
+from data_contracts.coerce import CellFlaw, coerce
+from data_contracts.contract import STAGE_ORDER, Contract, GateContext, Rule, Severity, Stage
+from data_contracts.files import FileFlaw, RawTable
+from data_contracts.rules import rules_of
+from data_contracts.suite import RuleResult, applicable, run_rules
+
+_SHOWN_NAMES: Final = 12
+
+
+class Verdict(StrEnum):
+    """What the gate decides about one batch."""
+
+    ACCEPTED = "accepted"
+    ACCEPTED_WITH_WARNINGS = "accepted_with_warnings"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One violation: table, row (data row from 1 with its key, "" for the whole table), value, rule and its text."""
+
+    table: str
+    row: str
+    column: str
+    value: str
+    rule: str
+    text: str
+    severity: Severity
+    releasable: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.table}, {self.row}" if self.row else self.table
+        found = f" (found {self.value})" if self.value else ""
+        return f"{where}: {self.text}{found} [{self.rule}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """Everything the gate says about one batch. ``unchecked``: rules that the context had no names or values for."""
+
+    table: str
+    contract_version: str
+    source: str
+    checked_at: datetime
+    num_rows: int
+    num_rules: int
+    findings: tuple[Finding, ...]
+    unchecked: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> Verdict:
+        """Quarantined if any finding is critical."""
+        if any(finding.severity is Severity.CRITICAL for finding in self.findings):
+            return Verdict.QUARANTINED
+        return Verdict.ACCEPTED_WITH_WARNINGS if self.findings else Verdict.ACCEPTED
+
+    @property
+    def accepted(self) -> bool:
+        """With or without warnings."""
+        return self.verdict is not Verdict.QUARANTINED
+
+    @property
+    def releasable(self) -> bool:
+        """A person may let the batch in: every critical finding is one that judgement may overrule."""
+        return all(finding.releasable for finding in self.findings if finding.severity is Severity.CRITICAL)
+
+    def released(self, note: str) -> GateReport:
+        """The report after a person let the batch in: critical findings become warnings, ``note`` says by whom."""
+        lowered = tuple(replace(finding, severity=Severity.WARNING) for finding in self.findings)
+        return replace(self, findings=lowered, notes=(*self.notes, note))
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready mapping; times in ISO 8601."""
+        return {
+            **asdict(self),
+            "checked_at": self.checked_at.isoformat(),
+            "verdict": self.verdict.value,
+            "releasable": self.releasable,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+class GateOutcome(NamedTuple):
+    """``table``: the batch in the contract's schema, None unless it could be read and every critical rule holds."""
+
+    report: GateReport
+    table: pa.Table | None
+    readable: pa.Table | None
+
+
+def check_table(
+    contract: Contract, batch: RawTable | pa.Table | pd.DataFrame, context: GateContext, *, source: str = ""
+) -> GateOutcome:
+    """Judge one batch. Never raises for what the batch holds; every violation is in the report at once."""
+    raw = _as_raw(batch, source)
+    findings = [_of_file(contract, flaw) for flaw in raw.flaws]
+    table: pa.Table | None = None
+    unchecked: tuple[str, ...] = ()
+    if raw.table is not None:
+        coerced = coerce(contract, raw.table)
+        table = coerced.table
+        names = _Rows(contract, table)
+        findings += [_of_cell(contract, flaw, names) for flaw in coerced.flaws]
+        if table is not None:
+            findings += _judge(contract, table, context, names, coerced.flaws)
+            unchecked = _unchecked(contract, context)
+    report = GateReport(
+        table=contract.name,
+        contract_version=contract.version,
+        source=raw.source,
+        checked_at=context.now,
+        num_rows=0 if raw.table is None else raw.table.num_rows,
+        num_rules=len(rules_of(contract)),
+        findings=tuple(findings),
+        unchecked=unchecked,
+    )
+    typed = None if table is None or not _fits(report) else table.cast(contract.schema)
+    return GateOutcome(report=report, table=typed if report.accepted else None, readable=typed)
+
+
+def _fits(report: GateReport) -> bool:
+    """Whether what is critical, if anything, still leaves a table in the contract's schema."""
+    return report.accepted or report.releasable
+
+
+def _as_raw(batch: RawTable | pa.Table | pd.DataFrame, source: str) -> RawTable:
+    if isinstance(batch, RawTable):
+        return batch
+    if isinstance(batch, pa.Table):
+        return RawTable(table=batch, flaws=(), source=source)
+    try:
+        return RawTable(table=pa.Table.from_pandas(batch, preserve_index=False), flaws=(), source=source)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        flaw = FileFlaw(row=0, value=str(error).splitlines()[0], text="the frame has columns of mixed or unknown type")
+        return RawTable(table=None, flaws=(flaw,), source=source)
+
+
+def _unchecked(contract: Contract, context: GateContext) -> tuple[str, ...]:
+    rules = rules_of(contract)
+    judged = {rule.name for rule in applicable(rules, context)}
+    return tuple(rule.name for rule in rules if rule.name not in judged)
+
+
+def _of_file(contract: Contract, flaw: FileFlaw) -> Finding:
+    return Finding(
+        table=contract.name,
+        row=f"row {flaw.row}" if flaw.row else "",
+        column="",
+        value=flaw.value,
+        rule="file",
+        text=flaw.text,
+        severity=Severity.WARNING if flaw.warning else Severity.CRITICAL,
+    )
+
+
+def _of_cell(contract: Contract, flaw: CellFlaw, names: _Rows) -> Finding:
+    return Finding(
+        table=contract.name,
+        row=names.of(flaw.row) if flaw.row >= 0 else "",
+        column=flaw.column,
+        value=repr(flaw.value) if flaw.value else "",
+        rule=flaw.rule,
+        text=flaw.text,
+        severity=Severity.WARNING if flaw.warning else Severity.CRITICAL,
+    )
+
+
+class _Rows:
+    """Names rows by number (from 1) and key."""
+
+    def __init__(self, contract: Contract, table: pa.Table | None) -> None:
+        self._columns = [] if table is None else [table.column(name).to_pylist() for name in contract.key]
+
+    def of(self, position: int) -> str:
+        key = [_shown(column[position]) for column in self._columns]
+        return f"row {position + 1}" + (f" ({', '.join(part for part in key if part)})" if any(key) else "")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return str(value)
+
+
+def _judge(
+    contract: Contract, table: pa.Table, context: GateContext, names: _Rows, flaws: Sequence[CellFlaw]
+) -> list[Finding]:
+    """Run the rules, leaving out what an earlier stage already said about the same cell."""
+    frame = _frame(table)
+    said = {(flaw.row, flaw.column) for flaw in flaws if flaw.row >= 0}
+    results = run_rules(contract.name, frame, rules_of(contract), context)
+    found: list[Finding] = []
+    for result in sorted(results, key=lambda result: STAGE_ORDER[result.rule.stage]):
+        if result.holds:
+            continue
+        fresh = [row for row in result.positions if not any((row, name) in said for name in result.rule.columns)]
+        if result.rule.stage is not Stage.MEANING:
+            said.update((row, name) for row in fresh for name in result.rule.columns)
+        found += _findings(contract, result, fresh, _Cells(table, names, context))
+    return found
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    """Pandas frame with the dtypes that the rules expect, also where a column is all null."""
+    frame: pd.DataFrame = table.to_pandas()
+    for column in table.schema:
+        if pa.types.is_string(column.type):
+            frame[column.name] = frame[column.name].astype("str")
+        elif pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+            frame[column.name] = frame[column.name].astype("float64")
+    return frame
+
+
+class _Cells:
+    """Shows values of a table in findings."""
+
+    def __init__(self, table: pa.Table, names: _Rows, context: GateContext) -> None:
+        self.table, self.names, self.context = table, names, context
+
+    def value(self, row: int, columns: Sequence[str]) -> str:
+        cells = [(name, self.table.column(name)[row].as_py()) for name in columns]
+        if len(cells) == 1:
+            return _cell(cells[0][1])
+        return ", ".join(f"{name}={_cell(value)}" for name, value in cells)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return "empty" if value is None else repr(value)
+
+
+def _findings(contract: Contract, result: RuleResult, rows: Iterable[int], cells: _Cells) -> list[Finding]:
+    rule = result.rule
+    if result.error:
+        return [_finding(contract, rule, text=f"{rule.text}: the rule could not be judged", value=result.error)]
+    if not rule.columns or not result.positions:
+        return [_finding(contract, rule, text=_text(rule, cells.context), value=_table_value(rule, result))]
+    text = _text(rule, cells.context)
+    return [
+        _finding(contract, rule, text=text, row=cells.names.of(i), value=cells.value(i, rule.columns)) for i in rows
+    ]
+
+
+def _table_value(rule: Rule, result: RuleResult) -> str:
+    return f"{result.observed} rows" if rule.name.startswith("row_count") else result.observed
+
+
+def _text(rule: Rule, context: GateContext) -> str:
+    """The rule's text; for unknown names with the known ones."""
+    expectation = rule.expect("x", context)
+    if rule.name.endswith("_known") and expectation is not None:
+        names = expectation[1]["value_set"]
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        return f"{rule.text}; known: {', '.join(names[:_SHOWN_NAMES]) or 'none'}{more}"
+    return rule.text
+
+
+def _finding(contract: Contract, rule: Rule, *, text: str, row: str = "", value: str = "") -> Finding:
+    return Finding(
+        table=contract.name,
+        row=row,
+        column=", ".join(rule.columns),
+        value=value,
+        rule=rule.name,
+        text=text,
+        severity=rule.severity,
+        releasable=rule.releasable,
+    )

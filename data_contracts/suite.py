@@ -1,0 +1,122 @@
+"""Runs a table's rules as one Great Expectations suite. The only module that imports Great Expectations.
+
+Owns the ephemeral context (nothing on disk, no analytics), and the guard that every rule was really evaluated: a rule
+that raised or was left out is reported, never taken for success.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from data_contracts.contract import Expectation, GateContext, Rule
+
+os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
+
+
+class RuleResult(NamedTuple):
+    """``positions``: broken rows from 0; empty when the rule holds or concerns the table. ``error``: it raised."""
+
+    rule: Rule
+    holds: bool
+    positions: tuple[int, ...]
+    observed: str
+    error: str
+
+
+class _Judged(NamedTuple):
+    rule: Rule
+    expectation: Expectation
+
+
+def run_rules(name: str, frame: pd.DataFrame, rules: Sequence[Rule], context: GateContext) -> list[RuleResult]:
+    """Judge every rule on ``frame`` (index 0…n−1). Rules that the context cannot judge are left out.
+
+    Helper columns are added to a copy of the frame. Raises nothing for bad data.
+    """
+    judged, wide, failed = _prepare(frame.reset_index(drop=True), rules, context)
+    return [*failed, *_validate(name, wide, judged)]
+
+
+def applicable(rules: Sequence[Rule], context: GateContext) -> list[Rule]:
+    """Rules that the context has what they need for."""
+    return [rule for rule in rules if rule.expect("x", context) is not None]
+
+
+def _prepare(
+    frame: pd.DataFrame, rules: Sequence[Rule], context: GateContext
+) -> tuple[list[_Judged], pd.DataFrame, list[RuleResult]]:
+    judged: list[_Judged] = []
+    helpers: dict[str, pd.Series] = {}
+    failed: list[RuleResult] = []
+    for rule in rules:
+        column = f"rule:{rule.name}" if rule.derive else next(iter(rule.columns), "")
+        expectation = rule.expect(column, context)
+        if expectation is None:
+            continue
+        if rule.derive is not None:
+            try:
+                helpers[column] = rule.derive(frame, context).reset_index(drop=True)
+            except Exception as error:  # noqa: BLE001  a rule that cannot be computed must not pass
+                failed.append(_raised(rule, f"{type(error).__name__}: {error}"))
+                continue
+        judged.append(_Judged(rule, expectation))
+    wide = pd.concat([frame, pd.DataFrame(helpers, index=frame.index)], axis=1) if helpers else frame
+    return judged, wide, failed
+
+
+def _raised(rule: Rule, message: str) -> RuleResult:
+    return RuleResult(rule=rule, holds=False, positions=(), observed="", error=message)
+
+
+def _validate(name: str, frame: pd.DataFrame, judged: Sequence[_Judged]) -> list[RuleResult]:
+    if not judged:
+        return []
+    results = _great_expectations(name, frame, judged)
+    by_number = {int(result.expectation_config.meta["number"]): result for result in results}
+    return [_read(one.rule, by_number.get(number)) for number, one in enumerate(judged)]
+
+
+def _great_expectations(name: str, frame: pd.DataFrame, judged: Sequence[_Judged]) -> list[Any]:
+    import great_expectations as gx
+    from great_expectations.data_context.types.base import ProgressBarsConfig
+    from great_expectations.expectations.metadata_types import FailureSeverity
+    from great_expectations.expectations.registry import get_expectation_impl
+
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = ProgressBarsConfig(globally=False, metric_calculations=False)
+    asset = context.data_sources.add_pandas(name).add_dataframe_asset(name)
+    batch = asset.add_batch_definition_whole_dataframe(name).get_batch({"dataframe": frame})
+    suite = gx.ExpectationSuite(name=name)
+    for number, (rule, (kind, arguments)) in enumerate(judged):
+        meta = {"rule": rule.name, "number": number}
+        severity = FailureSeverity(rule.severity.value)
+        suite.add_expectation(get_expectation_impl(kind)(**arguments, meta=meta, severity=severity))
+    # COMPLETE without index columns: row positions in 0.1 s instead of 10 s for 100,000 broken rows
+    result = batch.validate(suite, result_format={"result_format": "COMPLETE", "include_unexpected_rows": False})
+    return list(result.results)
+
+
+def _read(rule: Rule, result: Any) -> RuleResult:
+    if result is None:
+        return _raised(rule, "the rule was not evaluated")
+    if result.success:
+        return RuleResult(rule=rule, holds=True, positions=(), observed="", error="")
+    if result.exception_info and _exception(result.exception_info):
+        return _raised(rule, _exception(result.exception_info))
+    positions = tuple(int(index) for index in result.result.get("unexpected_index_list") or ())
+    observed = result.result.get("observed_value", "")
+    return RuleResult(rule=rule, holds=False, positions=positions, observed=str(observed), error="")
+
+
+def _exception(info: Any) -> str:
+    """First exception message in a result; it comes flat, or nested by metric."""
+    if info.get("raised_exception"):
+        return str(info.get("exception_message"))
+    nested = [part for part in info.values() if isinstance(part, dict) and part.get("raised_exception")]
+    return str(nested[0].get("exception_message")) if nested else ""
