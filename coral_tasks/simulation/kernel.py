@@ -564,6 +564,12 @@ def _room_in_out(state: State) -> bool:
 
 
 @_compiled
+def _comes_before_arrival(event: Any, time: float) -> bool:
+    """At equal times requests arrive after ends and controls and before the next batch is formed."""
+    return bool(event.time < time or (event.time == time and event.kind < GROUP_START))
+
+
+@_compiled
 def run_arrivals(state: State, arrivals: Records, first_row: int, first_index: int) -> int:
     """Feed ``arrivals[first_row:]`` into the loop; returns the row at which it stopped.
 
@@ -578,7 +584,7 @@ def run_arrivals(state: State, arrivals: Records, first_row: int, first_index: i
             clock.status = OUT_IS_FULL
             return row
         time = arrivals[row].time
-        if clock.heap_size > 0 and state.heap[0].time <= time:
+        if clock.heap_size > 0 and _comes_before_arrival(state.heap[0], time):
             _handle_top(state)
             continue
         if clock.free_slot < 0:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 type Records = NDArray[Any]
 
-# Event kinds; the number is also the priority at equal times. Arrivals come after all of them.
+# Event kinds; the number is also the priority at equal times; arrivals come before GROUP_START.
 CONTROL: Final = 0
 STEP_END: Final = 1
 TRANSFER_END: Final = 2
