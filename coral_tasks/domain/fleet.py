@@ -39,7 +39,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingInstance:
-    """One running copy of a template in a region. ``stage_nodes``: nodes of each stage, in pipeline order."""
+    """One running copy of a template in a region. ``stage_nodes``: nodes of each stage, in pipeline order.
+
+    ``throughput``: what its template promised when it started, in the phase's unit; None if nobody reported it.
+    """
 
     id: InstanceId
     template: TemplateId
@@ -49,9 +52,12 @@ class ServingInstance:
     market: Market
     state: InstanceState
     stage_nodes: tuple[tuple[NodeId, ...], ...]
+    throughput: float | None = None
 
     def __post_init__(self) -> None:
         checks = Checks("fleet", self.id)
+        if self.throughput is not None:
+            checks.positive(throughput=self.throughput)
         checks.require(all(self.stage_nodes) and len(self.stage_nodes) > 0, "every stage needs a node")
         checks.unique("node", [node for stage in self.stage_nodes for node in stage])
         checks.raise_if_any()

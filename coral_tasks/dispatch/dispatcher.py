@@ -1,0 +1,394 @@
+"""Carries a plan out: fence, observe, plan the transition, check it, run it, and again until the fleet is as planned.
+
+Owns the loop and the rounds. Each round takes the agents over under a higher fence before it looks, so nothing of an
+earlier round or an older controller can change what it saw. A plan that already holds sends no command.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from coral_tasks.dispatch.binding import Situation
+from coral_tasks.dispatch.check import require_safe
+from coral_tasks.dispatch.observation import Observation, build_observation
+from coral_tasks.dispatch.ordering import Pool
+from coral_tasks.dispatch.planner import plan_transition
+from coral_tasks.dispatch.routing import Route, RoutingTable, write_routing
+from coral_tasks.dispatch.specs import start_specs
+from coral_tasks.dispatch.transport import AgentLinks
+from coral_tasks.domain.errors import CoralError, Unavailable
+from coral_tasks.domain.fleet import Fleet, ServingInstance
+from coral_tasks.domain.models import RequestShape
+from coral_tasks.domain.names import InstanceId, ModelId, NodeId
+from coral_tasks.domain.plan import AllocationPlan
+from coral_tasks.domain.transition import CapacityDip, NodeRequest, ProvisionedNode, Step, Transition, Unplaced
+from coral_tasks.protocol.controller_machine import (
+    ActDone,
+    ControllerInstruction,
+    ControllerMachine,
+    ControllerPolicy,
+    Mission,
+    OutcomeArrived,
+    Problem,
+    Provision,
+    Publish,
+    Release,
+    ReportArrived,
+    Send,
+    StepsDone,
+    TimePassed,
+)
+from coral_tasks.protocol.messages import Fence, Observe, Outcome, Report
+
+_TICK_S = 0.1
+
+
+class Provisioner(Protocol):
+    """Obtains and gives back nodes (``coral_tasks.provisioning``)."""
+
+    def obtainable(self) -> Mapping[Pool, int]:
+        """Nodes that could be had besides those held, by region, configuration and market."""
+
+    def provision(self, request: NodeRequest) -> tuple[ProvisionedNode, ...]:
+        """Obtain nodes whose agents will answer. Raises Unavailable if there is no capacity."""
+
+    def release(self, nodes: tuple[NodeId, ...]) -> None:
+        """Give drained nodes back."""
+
+    def releasable(self) -> frozenset[NodeId]:
+        """Nodes that this provisioner launched."""
+
+    def endpoints(self) -> Mapping[str, str]:
+        """Agents of the nodes it launched: name to address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchOptions:
+    """How a dispatch behaves. ``model_names``: what the engine loads for a model, else the model's own id.
+
+    ``observe_s``: how long to wait for agents' first answers. ``routing_folder``: None publishes nothing.
+    """
+
+    routing_folder: Path | None = None
+    shapes: Mapping[ModelId, RequestShape] = field(default_factory=dict)
+    model_names: Mapping[ModelId, str] = field(default_factory=dict)
+    policy: ControllerPolicy = field(default_factory=ControllerPolicy)
+    observe_s: float = 5.0
+    max_rounds: int = 5
+    controller: str = "controller"
+    excluded: frozenset[NodeId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchResult:
+    """How a dispatch ended. ``converged``: the fleet is as planned and routed.
+
+    ``superseded``: a newer controller took over, which is no fault. ``shortage``: nodes that a provisioner could not
+    get, to be fed back as availability.
+    """
+
+    converged: bool
+    superseded: bool
+    epoch: int
+    rounds: int
+    num_commands: int
+    steps_done: tuple[Step, ...]
+    dips: tuple[CapacityDip, ...]
+    unplaced: tuple[Unplaced, ...]
+    unreachable: tuple[str, ...]
+    excluded: Mapping[NodeId, str]
+    problems: tuple[str, ...]
+    shortage: tuple[NodeRequest, ...]
+    fleet: Fleet
+    routing: RoutingTable
+
+
+Progress = Callable[[Transition, Step | None], None]
+
+
+def observe(
+    endpoints: Mapping[str, str], keys: Path, *, controller: str = "controller", wait_s: float = 5.0
+) -> Observation:
+    """Ask all agents what they know; changes nothing. Returns as soon as all answered, after ``wait_s`` at most."""
+    with AgentLinks(endpoints, keys, controller=controller) as links:
+        return observe_links(links, None, wait_s=wait_s)
+
+
+def observe_fleet(
+    endpoints: Mapping[str, str], keys: Path, *, controller: str = "controller", wait_s: float = 5.0
+) -> Fleet:
+    """The fleet as its agents report it. Nodes of agents that do not answer are absent: see ``observe``."""
+    return observe(endpoints, keys, controller=controller, wait_s=wait_s).fleet
+
+
+def observe_links(links: AgentLinks, fence: Fence | None, *, wait_s: float) -> Observation:
+    """Observe through open links; with ``fence`` the agents are taken over at the same time."""
+    request = fence.request if fence is not None else f"observe {secrets.token_hex(6)}"
+    message = fence if fence is not None else Observe(request=request)
+    reports: dict[str, Report] = {}
+    asked_at_s: dict[str, float] = {}
+    deadline_s = time.monotonic() + wait_s
+    while len(reports) < len(links.agents) and time.monotonic() < deadline_s:
+        for agent in links.agents:
+            due = agent not in reports and time.monotonic() - asked_at_s.get(agent, -1e9) >= 0.5
+            if due and links.send(agent, message):
+                asked_at_s[agent] = time.monotonic()
+        arrived = links.receive(0.05)
+        reports.update({who: one for who, one in arrived if isinstance(one, Report) and one.request == request})
+    return build_observation(reports, links.agents)
+
+
+def preview(
+    plan: AllocationPlan, observation: Observation, options: DispatchOptions, provisioner: Provisioner | None = None
+) -> Transition:
+    """The checked transition that a dispatch would begin with. Raises PlanRejected if the check refuses it."""
+    excluded = frozenset(observation.excluded) | options.excluded
+    situation = Situation(
+        excluded=excluded,
+        load=observation.load,
+        used_ids=observation.used_ids,
+        obtainable=provisioner.obtainable() if provisioner is not None else {},
+        releasable=provisioner.releasable() if provisioner is not None else frozenset(),
+    )
+    transition = plan_transition(plan, observation.fleet, shapes=options.shapes, situation=situation)
+    require_safe(transition, plan, observation.fleet, shapes=options.shapes, excluded=excluded)
+    return transition
+
+
+def dispatch_plan(
+    plan: AllocationPlan,
+    endpoints: Mapping[str, str],
+    keys: Path,
+    *,
+    epoch: int,
+    options: DispatchOptions | None = None,
+    provisioner: Provisioner | None = None,
+    progress: Progress | None = None,
+) -> DispatchResult:
+    """Bring the fleet to ``plan``. ``epoch``: from an EpochStore, new for each call.
+
+    Returns how it ended; a fleet that cannot be brought there is a result, not an exception. Raises PlanRejected if
+    the planner made an unsafe transition, UnknownName or StorageFault for keys.
+    """
+    run = _Dispatch(
+        plan=plan,
+        endpoints=dict(endpoints),
+        keys=keys,
+        epoch=epoch,
+        options=options or DispatchOptions(),
+        provisioner=provisioner,
+        progress=progress,
+    )
+    return run.converge()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Dispatch:
+    """One dispatch while it runs."""
+
+    plan: AllocationPlan
+    endpoints: dict[str, str]
+    keys: Path
+    epoch: int
+    options: DispatchOptions
+    provisioner: Provisioner | None
+    progress: Progress | None
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    round: int = 0
+    num_commands: int = 0
+    num_tables: int = 0
+    steps_done: list[Step] = field(default_factory=list)
+    dips: list[CapacityDip] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    shortage: list[NodeRequest] = field(default_factory=list)
+    superseded: bool = False
+    _table: RoutingTable | None = None
+
+    def converge(self) -> DispatchResult:
+        """Rounds until there is nothing left to do, a newer controller takes over, or rounds run out."""
+        with AgentLinks(self.endpoints, self.keys, controller=self.options.controller) as links:
+            while True:
+                self.round += 1
+                links.connect(self.provisioner.endpoints() if self.provisioner is not None else {})
+                observation = self._fence(links)
+                result = self._one_round(links, observation)
+                if result is not None:
+                    return result
+
+    def _one_round(self, links: AgentLinks, observation: Observation) -> DispatchResult | None:
+        """None if another round is to follow."""
+        if observation.superseded:
+            self.superseded = True
+            self.problems.append(f"a newer epoch is in force on {', '.join(observation.superseded)}")
+            return self._result(observation, None)
+        transition = preview(self.plan, observation, self.options, self._provisioner())
+        if transition.is_empty:
+            self._publish(observation, {}, tuple(sorted(one.id for one in observation.fleet.instances)))
+        if transition.is_empty or self.round > self.options.max_rounds:
+            return self._result(observation, transition)
+        self._run(links, observation, transition)
+        return self._result(observation, None) if self.superseded else None
+
+    def _provisioner(self) -> Provisioner | None:
+        """None once it had nothing to give: the rest of the dispatch works with what there is."""
+        return None if self.shortage else self.provisioner
+
+    def _fence(self, links: AgentLinks) -> Observation:
+        request = f"{self.owner} fence {self.epoch}.{self.round}"
+        fence = Fence(request=request, epoch=self.epoch, round=self.round, owner=self.owner)
+        return observe_links(links, fence, wait_s=self.options.observe_s)
+
+    def _run(self, links: AgentLinks, observation: Observation, transition: Transition) -> None:
+        """Carry one transition out as far as it goes."""
+        if self.progress is not None:
+            self.progress(transition, None)
+        self.dips += transition.dips
+        specs = start_specs(transition, self.plan, observation, self.options.model_names)
+        mission = Mission(
+            transition=transition,
+            epoch=self.epoch,
+            round=self.round,
+            owner=self.owner,
+            targets=observation.targets,
+            specs=specs,
+        )
+        machine = ControllerMachine(mission=mission, policy=self.options.policy)
+        work = _Work(dispatch=self, links=links, observation=observation, machine=machine, transition=transition)
+        work.drive()
+        self.num_commands += machine.num_commands
+        for problem in machine.problems:
+            self._note(problem)
+
+    def _note(self, problem: Problem) -> None:
+        self.problems.append(f"round {self.round}: {problem.text}")
+        self.superseded = self.superseded or problem.superseded
+
+    def _publish(
+        self, observation: Observation, started: Mapping[str, ServingInstance], routed: tuple[str, ...]
+    ) -> None:
+        known = {**{str(one.id): one for one in observation.fleet.instances}, **started}
+        routes = [_route(known[name], observation) for name in routed]
+        self.num_tables += 1
+        table = RoutingTable.of(epoch=self.epoch, step=self.num_tables, routes=routes)
+        if self._table is not None and self._table.routes == table.routes:
+            return
+        self._table = table
+        if self.options.routing_folder is not None:
+            write_routing(self.options.routing_folder, table)
+
+    def _result(self, observation: Observation, transition: Transition | None) -> DispatchResult:
+        unplaced = transition.unplaced if transition is not None else ()
+        done = transition is not None and transition.is_empty and not unplaced and not self.superseded
+        return DispatchResult(
+            converged=done,
+            superseded=self.superseded,
+            epoch=self.epoch,
+            rounds=self.round,
+            num_commands=self.num_commands,
+            steps_done=tuple(self.steps_done),
+            dips=tuple(self.dips),
+            unplaced=unplaced,
+            unreachable=observation.unreachable,
+            excluded=observation.excluded,
+            problems=(*self.problems, *observation.trouble),
+            shortage=tuple(self.shortage),
+            fleet=observation.fleet,
+            routing=self._table or RoutingTable(epoch=self.epoch, step=0, routes=()),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One transition on its way: feeds the machine and carries its instructions out."""
+
+    dispatch: _Dispatch
+    links: AgentLinks
+    observation: Observation
+    machine: ControllerMachine
+    transition: Transition
+
+    def drive(self) -> None:
+        self._carry_out(self.machine.begin(time.monotonic()))
+        ticked_at_s = time.monotonic()
+        while not self.machine.finished:
+            for _, message in self.links.receive(_TICK_S):
+                now_s = time.monotonic()
+                if isinstance(message, Outcome):
+                    self._carry_out(self.machine.handle(OutcomeArrived(outcome=message, now_s=now_s)))
+                elif isinstance(message, Report):
+                    self._carry_out(self.machine.handle(ReportArrived(report=message, now_s=now_s)))
+            now_s = time.monotonic()
+            if now_s - ticked_at_s >= _TICK_S:
+                ticked_at_s = now_s
+                self._carry_out(self.machine.handle(TimePassed(now_s=now_s)))
+
+    def _carry_out(self, instructions: list[ControllerInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(agent=agent, message=message):
+                    self.links.send(agent, message)
+                case StepsDone(steps=steps):
+                    self._steps_done(steps)
+                case _:
+                    problem = self._act(instruction)
+                    self._carry_out(self.machine.handle(ActDone(problem=problem, now_s=time.monotonic())))
+
+    def _steps_done(self, steps: tuple[Step, ...]) -> None:
+        self.dispatch.steps_done += steps
+        if self.dispatch.progress is not None:
+            for step in steps:
+                self.dispatch.progress(self.transition, step)
+
+    def _act(self, instruction: ControllerInstruction) -> str:
+        """Do what is not a message; returns what went wrong, "" if nothing did."""
+        try:
+            match instruction:
+                case Publish(routed=routed):
+                    started = {str(one.id): one for one in self.transition.started}
+                    self.dispatch._publish(self.observation, started, routed)  # noqa: SLF001 - one unit in two classes
+                case Provision(nodes=nodes):
+                    self._provision(nodes)
+                case Release(nodes=nodes) if self.dispatch.provisioner is not None:
+                    self.dispatch.provisioner.release(tuple(NodeId(node) for node in nodes))
+        except CoralError as error:
+            return str(error)
+        return ""
+
+    def _provision(self, nodes: tuple[str, ...]) -> None:
+        """Ask for all pools; what cannot be had is noted as shortage, the rest goes on in the next round."""
+        dispatch = self.dispatch
+        pending = [node for node in self.transition.pending if node.id in nodes]
+        pools = sorted({(node.region, node.configuration, node.market) for node in pending})
+        for pool in pools:
+            count = sum((node.region, node.configuration, node.market) == pool for node in pending)
+            request = NodeRequest(
+                region=pool[0],
+                configuration=pool[1],
+                market=pool[2],
+                count=count,
+                token=f"{dispatch.epoch}.{dispatch.round}.{'/'.join(pool)}",
+            )
+            try:
+                if dispatch.provisioner is not None:
+                    dispatch.provisioner.provision(request)
+            except Unavailable as error:
+                dispatch.shortage.append(request)
+                dispatch.problems.append(f"round {dispatch.round}: {error}")
+
+
+def _route(instance: ServingInstance, observation: Observation) -> Route:
+    head = instance.nodes[0]
+    report = observation.nodes[head]
+    return Route(
+        model=instance.model,
+        phase=instance.phase,
+        region=instance.region,
+        instance=InstanceId(instance.id),
+        endpoint=report.endpoint,
+        weight=instance.throughput or 1.0,
+    )
