@@ -1,0 +1,362 @@
+"""The fast exact search: bound by decomposition, column generation, fixing by bounds, a small final program.
+
+Owns the order of the steps and the anytime state: the best plan so far and the proved bound. Every plan it takes as
+incumbent is recomputed on the columns; the independent check follows in ``solve``. Steps are limited by counts of
+nodes and rounds, not by time, so that a run repeats on any machine; the clock only cuts a run short as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_tasks.allocation.columns import Columns
+from coral_tasks.allocation.decompose import (
+    Duals,
+    Evaluation,
+    Grid,
+    build_core,
+    build_grid,
+    column_bounds,
+    evaluate,
+    no_duals,
+)
+from coral_tasks.allocation.master import Master
+from coral_tasks.allocation.problem import SERVED_TOLERANCE, AllocationProblem
+from coral_tasks.allocation.program import Cut, Program, build_program
+from coral_tasks.domain.errors import SolverFault
+from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, whole_values
+
+COARSE_GRID: Final = 1000
+FINE_GRID: Final = 4000
+MAX_ROUNDS: Final = 60
+POLISH_COLUMNS: Final = (150, 400, 1000)
+"""Columns in the programs that look for better plans before the final one."""
+FINAL_COLUMNS: Final = 4000
+"""Most columns handed to the final program."""
+TIE_TOLERANCE: Final = 1e-9
+"""Plans within this relative distance cost the same."""
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """Anytime state. ``objective``: money plus weighted shortage, infinite while unserved load is forbidden but left.
+
+    ``values``: instances per column. ``bound``: proved. ``best_duals``: where it was proved.
+    """
+
+    values: NDArray[np.int64]
+    objective: float
+    bound: float
+    best: Evaluation | None = None
+    log: list[str] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+    def note(self, step: str) -> None:
+        """Add a line on where the search stands."""
+        elapsed = time.monotonic() - self.begun
+        self.log.append(f"{elapsed:8.3f} s  plan {self.objective:.6g}  bound {self.bound:.6g}  {step}")
+
+
+class Search:
+    """One run of the search over ``columns`` with shortfall ``weights`` (USD/h per request/s, infinite: forbidden)."""
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        columns: Columns,
+        weights: NDArray[np.float64],
+        *,
+        gap: float,
+        deadline: float,
+        begun: float,
+    ) -> None:
+        self.problem, self.columns, self.weights = problem, columns, weights
+        self.gap, self.deadline = gap, deadline
+        self.minimum = np.array([problem.options.rules_of(model).min_instances for model in problem.models])
+        self.minimum_price = 100 * float(columns.objective.max(initial=1.0)) if self.minimum.any() else 0.0
+        self.core = build_core(problem, columns, weights)
+        none = np.zeros(len(columns), dtype=np.int64)
+        self.state = State(values=none, objective=math.inf, bound=-math.inf, begun=begun)
+        self.offer(none)
+        self.cut_points: list[Evaluation] = []
+
+    def objective_of(self, values: NDArray[np.int64]) -> tuple[float, float]:
+        """Money, and weighted shortage with missing minimum instances, of column values, USD/h."""
+        money = math.fsum((self.columns.objective * values)[values > 0].tolist())
+        shortage = 0.0
+        for m in np.flatnonzero(self.problem.required_requests_per_s > 0):
+            unserved = unserved_rate(self.problem, self.columns, values, int(m))
+            if unserved > 0:
+                shortage += float(self.weights[m]) * unserved
+        return money, shortage + self.minimum_price * int(self._missing(values).sum())
+
+    def _missing(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        held = np.bincount(self.columns.model, weights=values, minlength=len(self.minimum)).astype(np.int64)
+        return np.maximum(self.minimum - held, 0)
+
+    def offer(self, values: NDArray[np.int64]) -> bool:
+        """Take a plan as incumbent if it is better by more than a tie; it must respect supply and side rows."""
+        if not self._fits(values):
+            return False
+        money, shortage = self.objective_of(values)
+        total = money + shortage
+        if total < self.state.objective - TIE_TOLERANCE * max(1.0, abs(total)):
+            self.state.values, self.state.objective = values.copy(), total
+            return True
+        return False
+
+    def _fits(self, values: NDArray[np.int64]) -> bool:
+        rows = np.flatnonzero(values)
+        used = np.zeros(self.problem.available_nodes.shape, dtype=np.int64)
+        nodes = self.problem.templates.nodes[self.columns.template[rows]].astype(np.int64) * values[rows, None]
+        np.add.at(used, self.columns.zone[rows], nodes)
+        if (used > self.problem.available_nodes).any() or (values > self.columns.upper).any():
+            return False
+        sides = (
+            (row.weights[rows] * values[rows]).sum() <= row.upper + 1e-9 * max(1.0, row.upper)
+            for row in self.core.sides
+        )
+        return all(bool(fits) for fits in sides)
+
+    def time_left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def current_gap(self) -> float:
+        """Gap relative to the money spent, shortage apart."""
+        if not math.isfinite(self.state.objective):
+            return math.inf
+        money, _ = self.objective_of(self.state.values)
+        return max(0.0, self.state.objective - self.state.bound) / max(money, 1e-9)
+
+    def done(self) -> bool:
+        """Whether the gap or the deadline is reached."""
+        return self.time_left() <= 0 or self.current_gap() <= self.gap
+
+    def raise_bound(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation if it proves more; money cannot be negative."""
+        if evaluation.bound > self.state.bound:
+            self.state.bound, self.state.best = evaluation.bound, evaluation
+        self.state.bound = max(self.state.bound, 0.0)
+
+    def ranked_columns(self) -> NDArray[np.int64]:
+        """Columns by the least objective of any solution that uses them, best first."""
+        duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
+        grid = build_grid(self.core, COARSE_GRID, rounds_up=True)
+        bounds = column_bounds(self.core, evaluate(self.core, grid, duals))
+        return np.lexsort((np.arange(len(bounds)), bounds))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> State:
+        """All steps until the gap or the deadline is reached."""
+        wanted = self.problem.required_requests_per_s.any() or self.minimum.any()
+        if wanted and len(self.columns):
+            self.generate()
+            if not self.done():
+                self.polish_and_prove()
+        else:
+            # without demand the empty plan is optimal; without columns it is the only one
+            self.state.bound = self.state.objective
+        return self.state
+
+    def generate(self) -> None:
+        """Column generation: price the supply, collect plans, choose the best combination."""
+        up = build_grid(self.core, COARSE_GRID, rounds_up=True)
+        down = build_grid(self.core, COARSE_GRID, rounds_up=False)
+        self.master = Master(self.core, self._search_weights())
+        duals, best = no_duals(self.core), no_duals(self.core)
+        for round_number in range(MAX_ROUNDS):
+            evaluation = evaluate(self.core, up, duals)
+            if evaluation.bound > self.state.bound or round_number == 0:
+                best = duals
+            self.raise_bound(evaluation)
+            self.cut_points = [evaluation, *self.cut_points][:3]
+            grew = self._collect(down, duals, evaluation)
+            if round_number == 0 and self.offer(self._sum_of_models(down, duals)):
+                self.state.note("plan at zero prices")
+            value, target = self.master.relax()
+            if self.done() or value - self.state.bound <= 1e-5 * max(1.0, abs(value)):
+                break
+            if not grew and round_number > 0 and np.allclose(duals.nodes, target.nodes):
+                break
+            duals = best.towards(target, 0.4) if grew else target
+        self.state.note(f"{round_number + 1} rounds, {len(self.master.plans)} model plans")
+        if not self.done():
+            self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=50))
+            self.state.note("best combination of plans")
+
+    def _search_weights(self) -> NDArray[np.float64]:
+        """Finite weights for the master: where unserved load is forbidden, far above any cost of serving."""
+        dearest = float(self.columns.objective.max(initial=1.0))
+        required = np.maximum(self.problem.required_requests_per_s, 1e-12)
+        steep = 1000 * max(dearest, 1.0) / required * 10
+        return np.where(np.isfinite(self.weights), self.weights, steep)
+
+    def _collect(self, down: Grid, duals: Duals, evaluation: Evaluation) -> bool:
+        lower = evaluate(self.core, down, duals)
+        grew = [self.master.add(model.plan()) for model in lower.models]
+        grew += [self.master.add(model.plan()) for model in evaluation.models]
+        return any(grew)
+
+    def _sum_of_models(self, down: Grid, duals: Duals) -> NDArray[np.int64]:
+        values = np.zeros(len(self.columns), dtype=np.int64)
+        for model in evaluate(self.core, down, duals).models:
+            plan = model.plan()
+            if plan is not None:
+                values[plan.columns] += plan.counts
+        return values
+
+    def polish_and_prove(self) -> None:
+        """Programs over the best columns for better plans; then the final one over every column that can matter."""
+        duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
+        evaluation = evaluate(self.core, build_grid(self.core, FINE_GRID, rounds_up=True), duals)
+        self.raise_bound(evaluation)
+        self.cut_points = [evaluation, *self.cut_points[:2]]
+        bounds = column_bounds(self.core, evaluation)
+        order = np.lexsort((np.arange(len(bounds)), bounds))
+        for count in POLISH_COLUMNS:
+            alive = int((bounds <= self._threshold()).sum())
+            self.state.note(f"{alive} of {len(bounds)} columns can improve the plan")
+            if self.done() or alive <= count:
+                break
+            self._solve_small(order[:count], max_nodes=200, proves=False)
+        if not self.done():
+            self._final(bounds, order)
+
+    def _threshold(self) -> float:
+        return self.state.objective * (1 + 1e-12) + 1e-9
+
+    def _final(self, bounds: NDArray[np.float64], order: NDArray[np.int64]) -> None:
+        alive = order[bounds[order] <= self._threshold()]
+        complete = len(alive) <= FINAL_COLUMNS
+        self._solve_small(alive[:FINAL_COLUMNS], max_nodes=None, proves=complete)
+
+    def _solve_small(self, rows: NDArray[np.int64], *, max_nodes: int | None, proves: bool) -> None:
+        rows = np.union1d(rows, np.flatnonzero(self.state.values))
+        kept = np.flatnonzero(self.columns.kept)
+        rows = np.union1d(rows, kept)
+        columns = self.columns.take(rows)
+        program = build_program(self.problem, columns, cuts=self._cuts(rows), minimum_price=self.minimum_price)
+        options: dict[str, object] = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
+        money = max(self.objective_of(self.state.values)[0], 1e-9) if math.isfinite(self.state.objective) else 1.0
+        result = solve_arrays(
+            program.arrays,
+            time_limit_s=max(0.1, self.time_left()),
+            gap=0.0,
+            absolute_gap=max(1e-9, 0.5 * self.gap * money),
+            start_values=self._start(program, self.state.values[rows]),
+            options=options,
+        )
+        self._take(result, rows)
+        if proves:
+            self._prove(result)
+        self.state.note(f"program of {len(rows)} columns, {result.outcome}")
+
+    def _start(self, program: Program, values: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        if not math.isfinite(self.state.objective):
+            return None
+        return start_point(self.problem, program, values)
+
+    def _take(self, result: MipResult, rows: NDArray[np.int64]) -> None:
+        if result.outcome is MipOutcome.INFEASIBLE or not result.has_solution:
+            return
+        try:
+            small = whole_values(result.solution()[: len(rows)])
+        except SolverFault:
+            return  # a value that is no whole number is no plan; the incumbent stays
+        values = np.zeros(len(self.columns), dtype=np.int64)
+        values[rows] = small
+        self.offer(values)
+
+    def _prove(self, result: MipResult) -> None:
+        """Columns left out cost at least the threshold, so the optimum is at least the lesser of both bounds."""
+        if result.outcome is MipOutcome.INFEASIBLE:
+            proved = self.state.objective
+        else:
+            proved = result.bound if result.bound is not None else -math.inf
+        self.state.bound = max(self.state.bound, min(proved, self.state.objective))
+
+    def _cuts(self, rows: NDArray[np.int64]) -> list[Cut]:
+        cuts = []
+        for evaluation in self.cut_points:
+            for model in evaluation.models:
+                mine = np.flatnonzero(self.columns.model[rows] == model.m)
+                weight = float(self.weights[model.m])
+                if math.isfinite(model.value):
+                    cuts.append(
+                        Cut(
+                            model=model.m,
+                            columns=mine,
+                            values=evaluation.cost[rows[mine]],
+                            shortfall_value=weight if math.isfinite(weight) else 0.0,
+                            lower=model.value,
+                        )
+                    )
+        return cuts
+
+
+def unserved_rate(problem: AllocationProblem, columns: Columns, values: NDArray[np.int64], m: int) -> float:
+    """Requests/s of a model that column values leave unserved; below the tolerance it is zero."""
+    mine = np.flatnonzero((columns.model == m) & (values > 0))
+    required = float(problem.required_requests_per_s[m])
+    served = 0.0
+    for place in range(problem.num_places):
+        pd, agg = served_in(problem, columns, values, mine, place)
+        served += pd + agg
+    missing = required - served
+    return 0.0 if missing <= SERVED_TOLERANCE * max(1.0, required) else missing
+
+
+def served_in(
+    problem: AllocationProblem, columns: Columns, values: NDArray[np.int64], mine: NDArray[np.int64], place: int
+) -> tuple[float, float]:
+    """Requests/s that the columns ``mine`` of one model serve in a place, disaggregated and aggregated."""
+    here = mine[columns.place[mine] == place]
+    carried = columns.rate[here] * values[here]
+    rates = [math.fsum(carried[columns.phase[here] == phase].tolist()) for phase in range(3)]
+    if not len(mine):
+        return 0.0, 0.0
+    m = int(columns.model[mine[0]])
+    tokens = (problem.prompt_tokens[m], problem.output_tokens[m])
+    return min(rates[phase] for phase in range(2) if tokens[phase] > 0), rates[2]
+
+
+def start_point(problem: AllocationProblem, program: Program, values: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A full solution of ``program`` from the instances of its columns, for the solver to start from."""
+    point = np.zeros(program.arrays.num_columns)
+    point[: len(values)] = values
+    M, P = len(problem.models), problem.num_places
+    first = len(values)
+    for m in range(M):
+        mine = np.flatnonzero((program.columns.model == m) & (values > 0))
+        left = float(problem.required_requests_per_s[m])
+        for place in range(P):
+            pd, agg = served_in(problem, program.columns, values, mine, place)
+            point[first + m * P + place] = min(pd, left)
+            left -= point[first + m * P + place]
+            point[first + M * P + m * P + place] = min(agg, left)
+            left -= point[first + M * P + m * P + place]
+        point[program.shortfall[m]] = max(0.0, left) / program.shortfall_scale[m]
+    for m, column in program.floor_slack.items():
+        rules = problem.options.rules_of(problem.models[m])
+        required = float(problem.required_requests_per_s[m])
+        unserved = point[program.shortfall[m]] * program.shortfall_scale[m]
+        point[column] = max(0.0, unserved - (1 - rules.floor_share) * required)
+    for members, column in program.worst.values():
+        shares = [problem.options.rules_of(problem.models[m]).share for m in members]
+        unserved_shares = [
+            share * point[program.shortfall[m]] * program.shortfall_scale[m] / float(problem.required_requests_per_s[m])
+            for share, m in zip(shares, members, strict=True)
+        ]
+        point[column] = max(unserved_shares)
+    for m, column in program.minimum_slack.items():
+        least = problem.options.rules_of(problem.models[m]).min_instances
+        point[column] = max(0, least - int(values[program.columns.model == m].sum()))
+    return point
