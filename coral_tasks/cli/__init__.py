@@ -11,7 +11,7 @@ from typing import Final
 
 import typer
 
-from coral_tasks.cli import agent
+from coral_tasks.cli import agent, library
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 
 EXIT_EXPECTED_NO: Final = 1
@@ -26,6 +26,7 @@ app = typer.Typer(
 
 # One line for each group: app.add_typer(group.app, name="group")
 agent.register(app)
+app.add_typer(library.app, name="library")
 
 
 @app.callback()

@@ -6,6 +6,7 @@ depends on the table and on the optima of smaller sizes only, never on how ids a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +50,28 @@ class Solutions:
             stage_layers=np.zeros((count, max_nodes), dtype=np.int16),
             stage_quanta=np.zeros((count, max_nodes), dtype=np.int16),
         )
+
+    @classmethod
+    def from_arrays(cls, stored: Mapping[str, NDArray[np.generic]], count: int, max_nodes: int) -> Solutions | None:
+        """Inverse of ``arrays``; None unless names, shapes and types are right."""
+        found = cls.empty(count, max_nodes)
+        expected = found.arrays()
+        if set(stored) != set(expected):
+            return None
+        for name, target in expected.items():
+            if stored[name].shape != target.shape or stored[name].dtype != target.dtype:
+                return None
+            target[...] = stored[name]
+        return found
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """The columns by name, not copied."""
+        return {
+            "throughput": self.throughput,
+            "slot_stage": self.slot_stage,
+            "stage_layers": self.stage_layers,
+            "stage_quanta": self.stage_quanta,
+        }
 
     def put(self, first: int, part: Solutions) -> None:
         """Write the rows of ``part`` from row ``first`` on."""

@@ -1,0 +1,360 @@
+"""The template library on disk or S3: finished parts, immutable versions, one pointer (design 2.3).
+
+Layout under the store::
+
+    parts/<key>.json, parts/<key>.parquet        finished template sets, for resuming and reuse
+    work/<key>/…                                 chunks of unfinished sets
+    versions/<version>/_manifest.json            written last: a version without it does not exist
+    versions/<version>/model=…/phase=…/….parquet
+    CURRENT.json                                 the pointer, replaced conditionally
+
+Owns publishing, reading, checking and retention. What is in a set is ``templates``' matter; when to publish is the
+caller's, except that the regression gate is asked here, against exactly the version that would be replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from urllib.parse import quote
+
+from coral_tasks.domain.content import content_digest
+from coral_tasks.domain.errors import PublicationRefused, StorageFault, UnknownName
+from coral_tasks.domain.names import LibraryVersion, ModelId, Phase
+from coral_tasks.domain.template_set import TemplateSet
+from coral_tasks.storage.manifest import (
+    FORMAT,
+    SCHEMA_VERSION,
+    Manifest,
+    Pointer,
+    Published,
+    SetEntry,
+    decode_manifest,
+    decode_pointer,
+    encode,
+)
+from coral_tasks.storage.objects import ObjectStore
+from coral_tasks.storage.template_files import from_parquet, to_parquet
+from data_contracts.templates import CONTRACT
+
+POINTER: Final = "CURRENT.json"
+PARTS: Final = "parts/"
+VERSIONS: Final = "versions/"
+WORK: Final = "work/"
+"""Folder names below the store. The manifest starts with an underscore: Parquet readers pass over such files."""
+MANIFEST: Final = "_manifest.json"
+MAX_HISTORY: Final = 100
+POINTER_TRIES: Final = 10
+
+Judge = Callable[["Library | None", "Library"], Sequence[str]]
+"""Regression gate: (current or None, new) → reasons not to publish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Library:
+    """One version in memory."""
+
+    manifest: Manifest
+    sets: tuple[TemplateSet, ...]
+
+    @property
+    def version(self) -> LibraryVersion:
+        """Content version."""
+        return LibraryVersion(self.manifest.version)
+
+
+# Parts -----------------------------------------------------------------------------------------------------------
+
+
+def write_part(store: ObjectStore, key: str, templates: TemplateSet, counts: Mapping[str, int]) -> SetEntry:
+    """Keep a finished set under its key, the entry last; writing the same key again is harmless."""
+    data = to_parquet(templates)
+    entry = _entry(key, templates, counts, data)
+    store.put(f"{PARTS}{key}.parquet", data)
+    store.put(f"{PARTS}{key}.json", _encode_entry(entry))
+    return entry
+
+
+def read_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
+    """Entry and bytes of a finished set; None if it is absent or damaged, so that it is made again."""
+    head, data = store.get(f"{PARTS}{key}.json"), store.get(f"{PARTS}{key}.parquet")
+    if head is None or data is None:
+        return None
+    try:
+        entry = _decode_entry(head)
+    except StorageFault:
+        return None
+    return (entry, data) if entry.sha256 == hashlib.sha256(data).hexdigest() else None
+
+
+def find_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
+    """A finished set from the parts, or else from the current version."""
+    found = read_part(store, key)
+    if found is not None:
+        return found
+    manifest = current_manifest(store)
+    for entry in manifest.sets if manifest is not None else ():
+        if manifest is not None and entry.key == key:
+            return entry, _checked_bytes(store, manifest.version, entry)
+    return None
+
+
+def _entry(key: str, templates: TemplateSet, counts: Mapping[str, int], data: bytes) -> SetEntry:
+    slo = templates.slo
+    limit_ms = f"{slo.limit_s(templates.phase) * 1e3:g}ms"
+    folder = f"model={quote(templates.model, safe='')}/phase={templates.phase.value}"
+    named = templates.configurations
+    return SetEntry(
+        key=key,
+        model=templates.model,
+        phase=templates.phase.value,
+        slo_ttft_s=slo.ttft_s,
+        slo_tpot_s=slo.tpot_s,
+        slo_percentile=slo.percentile,
+        path=f"{folder}/{limit_ms}-{key}.parquet",
+        num_rows=len(templates),
+        size_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        profile_version=templates.profile_version,
+        sources={name: source.value for name, source in zip(named, templates.sources, strict=True)},
+        provenance=dict(zip(named, templates.provenance, strict=True)),
+        counts=dict(counts),
+    )
+
+
+def _encode_entry(entry: SetEntry) -> bytes:
+    return encode(_manifest_of([entry], {}))
+
+
+def _decode_entry(data: bytes) -> SetEntry:
+    return decode_manifest(data, "part").sets[0]
+
+
+# Publishing ------------------------------------------------------------------------------------------------------
+
+
+def _manifest_of(entries: Sequence[SetEntry], parameters: Mapping[str, str]) -> Manifest:
+    ordered = tuple(sorted(entries, key=lambda entry: entry.path))
+    version = content_digest(SCHEMA_VERSION, CONTRACT.version, dict(parameters), [(e.path, e.sha256) for e in ordered])
+    return Manifest(
+        format=FORMAT,
+        schema_version=SCHEMA_VERSION,
+        contract_version=CONTRACT.version,
+        version=version,
+        parameters=dict(parameters),
+        sets=ordered,
+    )
+
+
+def write_version(
+    store: ObjectStore, parts: Sequence[tuple[SetEntry, bytes]], parameters: Mapping[str, str]
+) -> Manifest:
+    """Write an immutable version from finished sets; the manifest last. Does not make it current.
+
+    Writing a version that exists already changes nothing. Raises StorageFault if two sets collide.
+    """
+    paths = [entry.path for entry, _ in parts]
+    if len(set(paths)) != len(paths) or not paths:
+        message = "a version needs at least one template set, and each only once"
+        raise StorageFault(message)
+    manifest = _manifest_of([entry for entry, _ in parts], parameters)
+    folder = f"{VERSIONS}{manifest.version}/"
+    if store.get(folder + MANIFEST) != encode(manifest):
+        for entry, data in parts:
+            store.put(folder + entry.path, data)
+        store.put(folder + MANIFEST, encode(manifest))
+    return manifest
+
+
+def publish_version(
+    store: ObjectStore, manifest: Manifest, *, now: datetime, judge: Judge | None = None, force: bool = False
+) -> Published:
+    """Make a written version current.
+
+    The gate is asked against the version that would be replaced; if another build publishes meanwhile it is asked
+    again against that one. Publishing what is current changes nothing. Raises PublicationRefused with the gate's
+    reasons unless ``force``; StorageFault if the pointer cannot be replaced.
+    """
+    for _ in range(POINTER_TRIES):
+        found = store.get_with_token(POINTER)
+        pointer = None if found is None else decode_pointer(found[0], f"{store.address}/{POINTER}")
+        if pointer is not None and pointer.current.version == manifest.version:
+            return pointer.current
+        reasons = _reasons(store, pointer, manifest, judge)
+        if reasons and not force:
+            raise PublicationRefused(_refusal(manifest, pointer, reasons))
+        entry = Published(
+            version=manifest.version,
+            published_at=now.astimezone(UTC).isoformat(timespec="seconds"),
+            manifest_sha256=hashlib.sha256(encode(manifest)).hexdigest(),
+            forced=bool(reasons),
+        )
+        older = () if pointer is None else pointer.history
+        new = Pointer(format=FORMAT, schema_version=SCHEMA_VERSION, history=(entry, *older)[:MAX_HISTORY])
+        if store.put_if(POINTER, encode(new), None if found is None else found[1]):
+            return entry
+    message = f"other builds kept replacing {POINTER} in {store.address}"
+    raise StorageFault(message)
+
+
+def _reasons(store: ObjectStore, pointer: Pointer | None, manifest: Manifest, judge: Judge | None) -> tuple[str, ...]:
+    if judge is None:
+        return ()
+    current = None if pointer is None else read_version(store, pointer.current.version)
+    return tuple(judge(current, read_version(store, manifest.version)))
+
+
+def _refusal(manifest: Manifest, pointer: Pointer | None, reasons: Sequence[str]) -> str:
+    against = "nothing" if pointer is None else pointer.current.version
+    lines = "\n".join(f"  {reason}" for reason in reasons)
+    return f"version {manifest.version} is not published over {against}:\n{lines}"
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def current_pointer(store: ObjectStore) -> Pointer | None:
+    """The pointer, None for a store without a library. Raises StorageFault for a folder of something else."""
+    data = store.get(POINTER)
+    if data is not None:
+        return decode_pointer(data, f"{store.address}/{POINTER}")
+    foreign = [info.key for info in store.list("") if not info.key.startswith((PARTS, VERSIONS, WORK))]
+    if foreign:
+        message = f"{store.address} is no template library: it has no {POINTER} but holds {foreign[0]}"
+        raise StorageFault(message)
+    return None
+
+
+def current_manifest(store: ObjectStore) -> Manifest | None:
+    """Manifest of the current version, checked against the pointer; None if nothing was published yet."""
+    pointer = current_pointer(store)
+    if pointer is None:
+        return None
+    manifest = read_manifest(store, pointer.current.version)
+    if hashlib.sha256(encode(manifest)).hexdigest() != pointer.current.manifest_sha256:
+        message = f"the manifest of version {manifest.version} in {store.address} is not the one that was published"
+        raise StorageFault(message)
+    return manifest
+
+
+def read_manifest(store: ObjectStore, version: str) -> Manifest:
+    """Manifest of a version. Raises StorageFault if it is missing, foreign, corrupt or newer."""
+    source = f"{VERSIONS}{version}/{MANIFEST}"
+    data = store.get(source)
+    if data is None:
+        message = f"{store.address} has no version {version}, or only half of it"
+        raise StorageFault(message)
+    manifest = decode_manifest(data, f"{store.address}/{source}")
+    if manifest.version != version:
+        message = f"{store.address}/{source} says it is version {manifest.version}"
+        raise StorageFault(message)
+    return manifest
+
+
+def read_current(
+    store: ObjectStore, *, models: Sequence[ModelId] | None = None, phases: Sequence[Phase] | None = None
+) -> Library:
+    """The current version, or only some models and phases of it. Raises StorageFault if there is none."""
+    manifest = current_manifest(store)
+    if manifest is None:
+        message = f"{store.address} holds no published template library"
+        raise StorageFault(message)
+    return _load(store, manifest, models, phases)
+
+
+def read_version(store: ObjectStore, version: str) -> Library:
+    """Any complete version."""
+    return _load(store, read_manifest(store, version), None, None)
+
+
+def _load(
+    store: ObjectStore, manifest: Manifest, models: Sequence[ModelId] | None, phases: Sequence[Phase] | None
+) -> Library:
+    known = sorted({entry.model for entry in manifest.sets})
+    for model in models or ():
+        if model not in known:
+            raise UnknownName(kind="model", name=model, known=known, table="templates")
+    wanted = [
+        entry
+        for entry in manifest.sets
+        if (models is None or entry.model in models) and (phases is None or Phase(entry.phase) in phases)
+    ]
+    return Library(manifest=manifest, sets=tuple(read_set(store, manifest, entry) for entry in wanted))
+
+
+def read_set(store: ObjectStore, manifest: Manifest, entry: SetEntry) -> TemplateSet:
+    """One set, its bytes checked against the manifest."""
+    source = f"{store.address}/{VERSIONS}{manifest.version}/{entry.path}"
+    templates = from_parquet(_checked_bytes(store, manifest.version, entry), source)
+    if len(templates) != entry.num_rows or templates.model != entry.model or templates.phase.value != entry.phase:
+        message = f"{source} does not hold what the manifest says"
+        raise StorageFault(message)
+    return templates
+
+
+def _checked_bytes(store: ObjectStore, version: str, entry: SetEntry) -> bytes:
+    key = f"{VERSIONS}{version}/{entry.path}"
+    data = store.get(key)
+    if data is None:
+        message = f"{key} is missing in {store.address}"
+        raise StorageFault(message)
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        message = f"{key} in {store.address} is corrupt: its hash is not the manifest's"
+        raise StorageFault(message)
+    return data
+
+
+def find_problems(store: ObjectStore) -> tuple[str, ...]:
+    """Everything wrong with the current version; empty if it is whole. Reads every byte."""
+    try:
+        manifest = current_manifest(store)
+    except StorageFault as fault:
+        return (str(fault),)
+    if manifest is None:
+        return (f"{store.address} holds no published template library",)
+    problems = []
+    for entry in manifest.sets:
+        try:
+            read_set(store, manifest, entry)
+        except StorageFault as fault:
+            problems.append(str(fault))
+    expected = {f"{VERSIONS}{manifest.version}/{entry.path}" for entry in manifest.sets}
+    expected.add(f"{VERSIONS}{manifest.version}/{MANIFEST}")
+    present = [info.key for info in store.list(f"{VERSIONS}{manifest.version}/")]
+    problems += [f"{key} in {store.address} is not in the manifest" for key in present if key not in expected]
+    return tuple(problems)
+
+
+# Retention -------------------------------------------------------------------------------------------------------
+
+
+def remove_old(store: ObjectStore, *, keep_versions: int, now: datetime, grace: timedelta) -> tuple[str, ...]:
+    """Delete versions beyond the newest ``keep_versions`` publications, and parts and leftovers of builds.
+
+    Nothing younger than ``grace`` is touched: another build may be writing it, a reader may just have followed the
+    pointer. Never deletes the current version. Returns the deleted keys. Raises StorageFault without a pointer.
+    """
+    pointer = current_pointer(store)
+    if pointer is None:
+        message = f"{store.address} holds no published template library"
+        raise StorageFault(message)
+    kept = {published.version for published in pointer.history[: max(1, keep_versions)]}
+    recent = (now - grace).astimezone(UTC)
+    old = [info.key for prefix in (PARTS, WORK) for info in store.list(prefix) if info.modified < recent]
+    versions: dict[str, list[str]] = {}
+    fresh = set()
+    for info in store.list(VERSIONS):
+        version = info.key.removeprefix(VERSIONS).partition("/")[0]
+        versions.setdefault(version, []).append(info.key)
+        if info.modified >= recent:
+            fresh.add(version)
+    for version, keys in sorted(versions.items()):
+        if version not in kept and version not in fresh:
+            # the manifest first: from then on the version does not exist for any reader
+            old += sorted(keys, key=lambda key: not key.endswith(f"/{MANIFEST}"))
+    for key in old:
+        store.delete(key)
+    return tuple(old)

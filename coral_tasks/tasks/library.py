@@ -1,0 +1,263 @@
+"""Build, publish, show, compare and check the template library: what the command line and the DAGs call.
+
+Joins profiling, templates and storage; holds no planning logic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coral_tasks.domain.profiles import ProfileTable
+    from coral_tasks.domain.template_set import TemplateSet
+    from coral_tasks.storage.manifest import Manifest, SetEntry
+    from coral_tasks.storage.objects import ObjectStore
+    from coral_tasks.storage.regression import RegressionLimits, SetDifference
+    from coral_tasks.templates import BuildOptions, Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSummary:
+    """What a build did. ``num_reused``: sets that nothing had changed for; ``removed``: keys deleted by retention."""
+
+    version: str
+    published: bool
+    num_sets: int
+    num_reused: int
+    num_templates: int
+    counts: dict[str, dict[str, int]]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """How a version is published. ``force``: although the gate refuses; ``keep_versions``: publications to keep."""
+
+    publish: bool = True
+    force: bool = False
+    keep_versions: int = 10
+    limits: RegressionLimits | None = None
+
+
+def profile_tables(setup: str) -> tuple[ProfileTable, ...]:
+    """Profile tables of a setup of the catalogue, from the best source there is."""
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.profiling import build_profile_tables
+
+    return build_profile_tables(load_catalog().setup(setup))
+
+
+def default_options(**changes: Any) -> BuildOptions:
+    """Build options by name, as the command line and DAG parameters give them (texts for enums)."""
+    from coral_tasks.domain.names import LatencySplit
+    from coral_tasks.templates import BuildOptions, Reduction
+
+    known: dict[str, Callable[[Any], Any]] = {"latency_split": LatencySplit, "reduction": Reduction}
+    return BuildOptions(**{name: known.get(name, lambda one: one)(value) for name, value in changes.items()})
+
+
+def build_parts(
+    address: str,
+    tables: Sequence[ProfileTable],
+    options: BuildOptions,
+    *,
+    processes: int = 1,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> tuple[list[str], int]:
+    """Build every set that the library does not have yet; (key of each table in order, how many were there already).
+
+    May run on several workers at once and again after an interruption: finished chunks and sets are kept in the
+    library's store.
+    """
+    from coral_tasks.storage.chunks import StoredChunks
+    from coral_tasks.storage.library import find_part, write_part
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.templates import build_template_sets, set_key
+
+    store = open_store(address)
+    keys = [set_key(table, options) for table in tables]
+    missing = [table for key, table in zip(keys, tables, strict=True) if find_part(store, key) is None]
+    keeper = StoredChunks(store)
+    for key, result in build_template_sets(
+        missing, options, processes=processes, keeper=keeper, on_progress=on_progress
+    ):
+        write_part(store, key, result.templates, dataclasses.asdict(result.counts))
+        keeper.forget(key)
+    return keys, len(tables) - len(missing)
+
+
+def publish_parts(
+    address: str,
+    keys: Sequence[str],
+    options: BuildOptions,
+    publication: Publication,
+    now: datetime | None = None,
+) -> Manifest:
+    """Join finished sets to a version and, if the regression gate lets it, make it current.
+
+    Raises StorageFault for a set that is not there, PublicationRefused with the gate's reasons.
+    """
+    from coral_tasks.domain.errors import StorageFault
+    from coral_tasks.storage.library import Library, find_part, publish_version, write_version
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.storage.regression import RegressionLimits, compare_libraries, reasons_against
+
+    store = open_store(address)
+    parts: list[tuple[SetEntry, bytes]] = []
+    for key in keys:
+        found = find_part(store, key)
+        if found is None:
+            message = f"template set {key} is not in {store.address}: build it first"
+            raise StorageFault(message)
+        parts.append(found)
+    manifest = write_version(store, parts, _parameters(options))
+    chosen = publication.limits or RegressionLimits()
+
+    def judge(current: Library | None, new: Library) -> Sequence[str]:
+        return () if current is None else reasons_against(compare_libraries(current, new), chosen)
+
+    if publication.publish:
+        when = now or datetime.now(UTC)
+        publish_version(store, manifest, now=when, judge=judge, force=publication.force)
+    return manifest
+
+
+def build_library(
+    address: str,
+    tables: Sequence[ProfileTable],
+    options: BuildOptions,
+    *,
+    processes: int = 1,
+    publication: Publication,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> BuildSummary:
+    """Build, join and publish in one go; then delete versions beyond those to keep."""
+    from coral_tasks.storage.library import remove_old
+    from coral_tasks.storage.objects import open_store
+
+    keys, num_reused = build_parts(address, tables, options, processes=processes, on_progress=on_progress)
+    manifest = publish_parts(address, keys, options, publication)
+    removed: tuple[str, ...] = ()
+    if publication.publish:
+        keep, now = publication.keep_versions, datetime.now(UTC)
+        removed = remove_old(open_store(address), keep_versions=keep, now=now, grace=timedelta(days=1))
+    return BuildSummary(
+        version=manifest.version,
+        published=publication.publish,
+        num_sets=len(manifest.sets),
+        num_reused=num_reused,
+        num_templates=sum(entry.num_rows for entry in manifest.sets),
+        counts={f"{entry.model} {entry.phase}": dict(entry.counts) for entry in manifest.sets},
+        removed=removed,
+    )
+
+
+def _parameters(options: BuildOptions) -> dict[str, str]:
+    ratio = options.memory_ratio
+    return {
+        "max_nodes": str(options.max_nodes),
+        "memory_ratio": "none" if ratio is None else repr(ratio),
+        "latency_split": options.latency_split.value,
+        "reduction": options.reduction.value,
+        "kept_on_request": ", ".join(str(one) for one in options.keep),
+    }
+
+
+def library_overview(address: str) -> dict[str, Any]:
+    """The current version and its sets, as plain values for tables and JSON. Raises StorageFault if there is none."""
+    from coral_tasks.domain.errors import StorageFault
+    from coral_tasks.storage.library import current_manifest, current_pointer
+    from coral_tasks.storage.objects import open_store
+
+    store = open_store(address)
+    manifest, pointer = current_manifest(store), current_pointer(store)
+    if manifest is None or pointer is None:
+        message = f"{store.address} holds no published template library"
+        raise StorageFault(message)
+    return {
+        "version": manifest.version,
+        "published_at": pointer.current.published_at,
+        "parameters": manifest.parameters,
+        "sets": [_set_overview(entry) for entry in manifest.sets],
+        "history": [f"{one.version} {one.published_at}" for one in pointer.history],
+    }
+
+
+def _set_overview(entry: SetEntry) -> dict[str, Any]:
+    return {
+        "model": entry.model,
+        "phase": entry.phase,
+        "num_templates": entry.num_rows,
+        "num_configurations": len(entry.sources),
+        "sources": sorted(set(entry.sources.values())),
+        "profile_version": entry.profile_version,
+        **entry.counts,
+    }
+
+
+def show_template(address: str, wanted: str) -> str:
+    """One template of the current version, its pipeline drawn in text. Raises UnknownName."""
+    from coral_tasks.domain.errors import UnknownName
+    from coral_tasks.domain.names import TemplateId
+    from coral_tasks.storage.library import read_current
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.templates.drawing import draw_template
+
+    library = read_current(open_store(address))
+    for templates in library.sets:
+        if wanted.startswith(f"{templates.model}/{templates.phase.value}/"):
+            try:
+                row = templates.row_of(TemplateId(wanted))
+            except KeyError:
+                continue
+            return draw_template(templates, row)
+    raise UnknownName(kind="template", name=wanted, known=_close_names(library.sets, wanted), table="templates")
+
+
+def _close_names(sets: Sequence[TemplateSet], wanted: str) -> list[str]:
+    from difflib import get_close_matches
+
+    prefix = wanted.partition("/")[0]
+    names = [str(name) for one in sets for name in one.ids if name.startswith(prefix)]
+    names = names or [str(one.model) for one in sets]
+    return get_close_matches(wanted, names, n=5, cutoff=0.0)
+
+
+def diff_versions(address: str, before: str, after: str | None) -> tuple[SetDifference, ...]:
+    """Differences from version ``before`` to ``after`` (default: the current one)."""
+    from coral_tasks.storage.library import read_current, read_version
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.storage.regression import compare_libraries
+
+    store = open_store(address)
+    new = read_current(store) if after is None else read_version(store, after)
+    return compare_libraries(read_version(store, before), new)
+
+
+def previous_version(address: str) -> str:
+    """The version published before the current one. Raises Unavailable if there is none."""
+    from coral_tasks.domain.errors import Unavailable
+    from coral_tasks.storage.library import current_pointer
+
+    pointer = current_pointer(_open(address))
+    if pointer is None or len(pointer.history) < 2:
+        message = f"{address} has no version before the current one"
+        raise Unavailable(message)
+    return pointer.history[1].version
+
+
+def verify_library(address: str) -> tuple[str, ...]:
+    """Everything wrong with the current version; empty if it is whole."""
+    from coral_tasks.storage.library import find_problems
+
+    return find_problems(_open(address))
+
+
+def _open(address: str) -> ObjectStore:
+    from coral_tasks.storage.objects import open_store
+
+    return open_store(address)
