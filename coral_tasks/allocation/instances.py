@@ -5,7 +5,7 @@ Owns the format (arrays by name, templates as objects, ``current`` as a list); j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,8 @@ def plain_templates(
     )
 
 
-_row_id: Callable[[int], TemplateId] = lambda row: TemplateId(f"template-{row}")  # noqa: E731
+def _row_id(row: int) -> TemplateId:
+    return TemplateId(f"template-{row}")
 
 
 def _no_placement(row: int) -> ServingTemplate:

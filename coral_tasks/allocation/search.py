@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -81,6 +82,7 @@ class Search:
         self.minimum = np.array([problem.options.rules_of(model).min_instances for model in problem.models])
         self.minimum_price = 100 * float(columns.objective.max(initial=1.0)) if self.minimum.any() else 0.0
         self.core = build_core(problem, columns, weights)
+        self.on_better: Callable[[Search], None] | None = None
         none = np.zeros(len(columns), dtype=np.int64)
         self.state = State(values=none, objective=math.inf, bound=-math.inf, begun=begun)
         self.offer(none)
@@ -108,6 +110,8 @@ class Search:
         total = money + shortage
         if total < self.state.objective - TIE_TOLERANCE * max(1.0, abs(total)):
             self.state.values, self.state.objective = values.copy(), total
+            if self.on_better is not None:
+                self.on_better(self)
             return True
         return False
 

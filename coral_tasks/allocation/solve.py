@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -72,12 +73,17 @@ def solve_counts(
     gap: float = DEFAULT_GAP,
     previous: Counts | None = None,
     columns: Columns | None = None,
+    on_plan: Callable[[tuple[Counts, float]], None] | None = None,
 ) -> Solved:
-    """As ``solve_allocation``, as bare counts. ``columns``: already reduced ones, to solve again without reduction."""
+    """As ``solve_allocation``, as bare counts. ``columns``: already reduced ones, to solve again without reduction.
+
+    ``on_plan``: is handed every better plan that passes the check, with the bound proved so far.
+    """
     begun = time.monotonic()
     if columns is None:
         columns = build_columns(problem, reduced_templates(problem))
     run = _Run(problem, columns, gap=gap, deadline=begun + time_limit_s, begun=begun, previous=previous)
+    run.on_plan = on_plan
     solved = run.weighted() if problem.shortfall_weight is not None else run.lexicographic()
     report = check_counts(problem, solved.counts)
     if not report.ok:
@@ -101,6 +107,13 @@ class _Run:
         self.problem, self.columns, self.previous = problem, columns, previous
         self.gap, self.deadline, self.begun = gap, deadline, begun
         self.log: list[str] = []
+        self.on_plan: Callable[[tuple[Counts, float]], None] | None = None
+
+    def hand_over(self, search: Search) -> None:
+        """Hand a better plan to whoever listens, if it passes the check."""
+        counts = counts_from_columns(self.columns, search.state.values)
+        if self.on_plan is not None and check_counts(self.problem, counts).ok:
+            self.on_plan((counts, max(0.0, search.state.bound)))
 
     def search(self, problem: AllocationProblem, start: NDArray[np.int64] | None = None) -> Search:
         """A finished search for weighted ``problem``; what runs, the last plan and ``start`` are first incumbents."""
@@ -113,6 +126,7 @@ class _Run:
             deadline=self.deadline,
             begun=self.begun,
         )
+        search.on_better = self.hand_over
         search.offer(np.where(self.columns.kept, self.columns.upper, 0))
         for values in (self._previous_values(), start):
             if values is not None:

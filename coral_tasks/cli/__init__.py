@@ -11,7 +11,7 @@ from typing import Final
 
 import typer
 
-from coral_tasks.cli import agent, library
+from coral_tasks.cli import agent, demand, gate, library, plan, verify
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 
 EXIT_EXPECTED_NO: Final = 1
@@ -26,7 +26,11 @@ app = typer.Typer(
 
 # One line for each group: app.add_typer(group.app, name="group")
 agent.register(app)
+plan.register(app)
+app.add_typer(verify.app, name="verify")
 app.add_typer(library.app, name="library")
+app.add_typer(gate.app, name="gate")
+app.add_typer(demand.app, name="demand")
 
 
 @app.callback()
