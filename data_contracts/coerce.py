@@ -6,6 +6,7 @@ cannot read for certain (separators for thousands, times without a zone, numbers
 
 from __future__ import annotations
 
+import json
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -116,6 +117,8 @@ def _coerce_column(column: Column, raw: pa.Table) -> tuple[pa.Array, list[CellFl
         return pa.nulls(len(array), column.type), []
     if pa.types.is_timestamp(column.type):
         return _to_time(column, array)
+    if pa.types.is_list(column.type):
+        return _to_list(column, array)
     if pa.types.is_string(column.type):
         return _to_text(column, array)
     return _to_number(column, array)
@@ -139,6 +142,16 @@ def _wrong_type(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFla
 
 def _to_text(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
     return (array, []) if pa.types.is_string(array.type) else _wrong_type(column, array)
+
+
+def _to_list(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    """Lists as they are, or as JSON text (that is how CSV holds them)."""
+    try:
+        if not pa.types.is_string(array.type):
+            return array.cast(column.type), []
+        return pa.array([None if text is None else json.loads(text) for text in array.to_pylist()], column.type), []
+    except (pa.ArrowException, ValueError, TypeError, RecursionError):
+        return _wrong_type(column, array)
 
 
 def _to_number(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:

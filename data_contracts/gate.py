@@ -112,9 +112,18 @@ class GateOutcome(NamedTuple):
 
 
 def check_table(
-    contract: Contract, batch: RawTable | pa.Table | pd.DataFrame, context: GateContext, *, source: str = ""
+    contract: Contract,
+    batch: RawTable | pa.Table | pd.DataFrame,
+    context: GateContext,
+    *,
+    source: str = "",
+    rules: Sequence[Rule] | None = None,
 ) -> GateOutcome:
-    """Judge one batch. Never raises for what the batch holds; every violation is in the report at once."""
+    """Judge one batch. Never raises for what the batch holds; every violation is in the report at once.
+
+    ``rules``: judge these only (for the tests of single rules); None: all of the contract's.
+    """
+    judged = rules_of(contract) if rules is None else tuple(rules)
     raw = _as_raw(batch, source)
     findings = [_of_file(contract, flaw) for flaw in raw.flaws]
     table: pa.Table | None = None
@@ -125,15 +134,15 @@ def check_table(
         names = _Rows(contract, table)
         findings += [_of_cell(contract, flaw, names) for flaw in coerced.flaws]
         if table is not None:
-            findings += _judge(contract, table, context, names, coerced.flaws)
-            unchecked = _unchecked(contract, context)
+            findings += _judge(contract, table, context, judged, coerced.flaws)
+            unchecked = _unchecked(judged, context)
     report = GateReport(
         table=contract.name,
         contract_version=contract.version,
         source=raw.source,
         checked_at=context.now,
         num_rows=0 if raw.table is None else raw.table.num_rows,
-        num_rules=len(rules_of(contract)),
+        num_rules=len(judged),
         findings=tuple(findings),
         unchecked=unchecked,
     )
@@ -158,8 +167,7 @@ def _as_raw(batch: RawTable | pa.Table | pd.DataFrame, source: str) -> RawTable:
         return RawTable(table=None, flaws=(flaw,), source=source)
 
 
-def _unchecked(contract: Contract, context: GateContext) -> tuple[str, ...]:
-    rules = rules_of(contract)
+def _unchecked(rules: Sequence[Rule], context: GateContext) -> tuple[str, ...]:
     judged = {rule.name for rule in applicable(rules, context)}
     return tuple(rule.name for rule in rules if rule.name not in judged)
 
@@ -208,12 +216,13 @@ def _shown(value: object) -> str:
 
 
 def _judge(
-    contract: Contract, table: pa.Table, context: GateContext, names: _Rows, flaws: Sequence[CellFlaw]
+    contract: Contract, table: pa.Table, context: GateContext, rules: Sequence[Rule], flaws: Sequence[CellFlaw]
 ) -> list[Finding]:
     """Run the rules, leaving out what an earlier stage already said about the same cell."""
+    names = _Rows(contract, table)
     frame = _frame(table)
     said = {(flaw.row, flaw.column) for flaw in flaws if flaw.row >= 0}
-    results = run_rules(contract.name, frame, rules_of(contract), context)
+    results = run_rules(contract.name, frame, rules, context)
     found: list[Finding] = []
     for result in sorted(results, key=lambda result: STAGE_ORDER[result.rule.stage]):
         if result.holds:

@@ -16,7 +16,7 @@ _WHERE: Final = {
     "commands": ("data_contracts.commands", "COMMANDS"),
     "outcomes": ("data_contracts.commands", "OUTCOMES"),
     "routing": ("data_contracts.routing", "CONTRACT"),
-    "profiles": ("data_contracts.profiles", "CONTRACT"),
+    "profiles": ("data_contracts.profile_cells", "CONTRACT"),
     "templates": ("data_contracts.templates", "CONTRACT"),
 }
 

@@ -1,0 +1,14 @@
+"""Inputs: sources, rows, demand of a day, forecasts, price watch. Owns how data comes in; the gate judges it.
+
+Must not import the catalogue: names that are known come in as arguments.
+
+API::
+
+    sources    FileSource, FolderSource, S3PrefixSource (files); PrometheusSource (prometheus);
+               AwsPrices, AwsAvailability (aws); inventory_availability (agents): (now) -> SourceBatch
+    rows       demand_rows, price_rows, availability_rows, fleet_of: accepted Arrow table -> domain rows; *_table back
+    demand_day read_demand_day(setup), demand_at(day, moment), demand_history, read_demo_availability
+    trace_demand  read_trace, derive_day: an hour's trace -> a day of 5-minute intervals
+    forecast   last_value, seasonal_naive, smoothed, backtest
+    price_watch  watch(previous state, prices, used) -> (state, changed pools)
+"""

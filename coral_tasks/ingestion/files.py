@@ -1,0 +1,128 @@
+"""Files as sources: one file, a drop folder, an S3 prefix. Owns which file is the newest whole one.
+
+Half-written files are the writer's temporaries: names that start with "." or "_" or end in ".tmp" or ".part" are
+passed over. The content is the gate's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from coral_tasks.domain.errors import SourceFault
+from coral_tasks.ingestion.batch import SourceBatch
+
+SUFFIXES: Final = (".csv", ".parquet")
+TEMPORARY: Final = (".tmp", ".part", ".crdownload")
+
+
+def is_whole_name(name: str) -> bool:
+    """Whether a file of that name is meant to be read."""
+    return name.endswith(SUFFIXES) and not name.startswith((".", "_")) and not name.endswith(TEMPORARY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSource:
+    """One file; its modification time is its age."""
+
+    table: str
+    path: Path
+
+    def __call__(self, now: datetime) -> SourceBatch:
+        """Read the file. Raises SourceFault if it is not there or cannot be read."""
+        del now
+        return _read(self.table, self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSource:
+    """Newest file of a drop folder whose name starts with the table's name (``demand*.csv``, ``demand*.parquet``).
+
+    Newest by modification time, then by name.
+    """
+
+    table: str
+    folder: Path
+
+    def __call__(self, now: datetime) -> SourceBatch:
+        """Read the newest file. Raises SourceFault if there is none."""
+        del now
+        try:
+            names = [path for path in self.folder.iterdir() if self._wanted(path)]
+            newest = max(names, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+        except OSError as error:
+            message = f"{self.table}: drop folder {self.folder} cannot be read: {error.strerror or error}"
+            raise SourceFault(message) from error
+        if newest is None:
+            message = f"{self.table}: no {self.table}*.csv or {self.table}*.parquet in {self.folder}"
+            raise SourceFault(message)
+        return _read(self.table, newest)
+
+    def _wanted(self, path: Path) -> bool:
+        return path.name.startswith(self.table) and is_whole_name(path.name) and path.is_file()
+
+
+def _read(table: str, path: Path) -> SourceBatch:
+    try:
+        data, seconds = path.read_bytes(), path.stat().st_mtime
+    except OSError as error:
+        message = f"{table}: {path} cannot be read: {error.strerror or error}"
+        raise SourceFault(message) from error
+    observed = datetime.fromtimestamp(seconds, UTC)
+    return SourceBatch(table=table, data=data, suffix=path.suffix, source=str(path), observed_at=observed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3PrefixSource:
+    """Newest object under ``prefix`` of an S3 bucket, by modification time, then by key; listed with paging.
+
+    ``client``: a boto3 S3 client with time limits.
+    """
+
+    table: str
+    bucket: str
+    prefix: str
+    client: Any
+
+    def __call__(self, now: datetime) -> SourceBatch:
+        """Read the newest object. Raises SourceFault if there is none, or if S3 fails or hangs."""
+        del now
+        newest = max(self._listed(), key=lambda one: (one["LastModified"], one["Key"]), default=None)
+        if newest is None:
+            message = f"{self.table}: no CSV or Parquet object under s3://{self.bucket}/{self.prefix}"
+            raise SourceFault(message)
+        key = str(newest["Key"])
+        data = self._guarded(lambda: self._content(key))
+        if len(data) != newest["Size"]:
+            message = f"{self.table}: s3://{self.bucket}/{key} came with {len(data)} of {newest['Size']} bytes"
+            raise SourceFault(message)
+        return SourceBatch(
+            table=self.table,
+            data=data,
+            suffix=PurePosixPath(key).suffix,
+            source=f"s3://{self.bucket}/{key}",
+            observed_at=newest["LastModified"],
+        )
+
+    def _content(self, key: str) -> bytes:
+        data: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+        return data
+
+    def _listed(self) -> Sequence[dict[str, Any]]:
+        pages: Iterable[dict[str, Any]] = self._guarded(
+            lambda: list(self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.prefix))
+        )
+        found = [one for page in pages for one in page.get("Contents", [])]
+        return [one for one in found if is_whole_name(PurePosixPath(one["Key"]).name)]
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return call()
+        except (BotoCoreError, ClientError) as error:
+            message = f"{self.table}: s3://{self.bucket}/{self.prefix}: {error}"
+            raise SourceFault(message) from error

@@ -1,0 +1,433 @@
+"""Inputs of one run: fetch, gate, keep; quarantine and release; what planning then reads.
+
+Joins ingestion, contracts, catalogue and run store. Holds no rule on data and no planning logic. What lies where, under
+``settings.home``: ``runs/<run>/inputs/<table>/batch.*`` and ``source.json`` (as it came), ``…/accepted.parquet``,
+``runs/<run>/gate/report.html`` and ``<table>.json``; ``quarantine/<batch>/``; ``current/inputs/<table>.parquet``
+(accepted last).
+
+API::
+
+    ingest_table(settings, run_id, table, now, source=None) -> path of source.json
+    gate_inputs(settings, run_id, now, library=None) -> GateSummary      # raises InputsQuarantined via .require()
+    load_inputs(settings, run_id) -> PlanningInputs(demand, prices, availability, fleet)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from coral_tasks.domain.errors import SourceFault, StorageFault, ValidationFailed, Violation
+from coral_tasks.domain.fleet import Fleet
+from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
+from coral_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from coral_tasks.ingestion.batch import Source, SourceBatch
+    from coral_tasks.storage.runs import Run, RunStore
+    from data_contracts.contract import GateContext, GateLimits
+    from data_contracts.gate import GateReport
+
+INPUT_TABLES: Final = ("demand", "prices", "availability", "running")
+_REFERENCE_INTERVAL_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryFacts:
+    """What the gate compares inputs with: phases by model, configurations and ids of the library's templates."""
+
+    template_phases: Mapping[str, frozenset[str]]
+    template_configurations: frozenset[str]
+    template_ids: frozenset[str]
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningInputs:
+    """What one run plans on."""
+
+    demand: tuple[Demand, ...]
+    prices: tuple[NodePrice, ...]
+    availability: tuple[NodeAvailability, ...]
+    fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSummary:
+    """Verdict by table, and where the page lies. ``violations``: what kept batches out."""
+
+    accepted: bool
+    verdicts: Mapping[str, str]
+    violations: tuple[Violation, ...]
+    quarantined: Mapping[str, str]
+    page: Path
+
+    def require(self) -> None:
+        """Raise ValidationFailed with every violation unless all inputs were accepted: the last plan stays."""
+        if not self.accepted:
+            raise ValidationFailed(self.violations)
+
+
+def run_store(settings: Settings) -> RunStore:
+    """The runs of this home."""
+    from coral_tasks.storage.runs import RunStore
+
+    return RunStore(root=settings.home / "runs")
+
+
+def ingest_table(settings: Settings, run_id: str, table: str, now: datetime, source: Source | None = None) -> Path:
+    """Fetch one table and keep it as it came; path of its ``source.json``.
+
+    ``source`` None: the drop folder if it holds a file of the table, else the setup's demo data. A second call finds
+    the first call's batch and fetches nothing. Raises SourceFault.
+    """
+    run = run_store(settings).open(run_id)
+    name = f"inputs/{table}/source.json"
+    if run.path(name).exists():
+        return run.path(name)
+    batch = (source or default_source(settings, table))(now)
+    run.put(f"inputs/{table}/batch{batch.suffix}", batch.data)
+    return run.put_json(name, _source_record(batch, now))
+
+
+def _source_record(batch: SourceBatch, now: datetime) -> dict[str, Any]:
+    return {
+        "table": batch.table,
+        "file": f"inputs/{batch.table}/batch{batch.suffix}",
+        "source": batch.source,
+        "observed_at": batch.observed_at.isoformat(),
+        "fetched_at": now.isoformat(),
+        "age_s": batch.age_s(now),
+        "completeness": batch.completeness,
+        "expected": batch.expected,
+        "received": batch.received,
+        "notes": list(batch.notes),
+    }
+
+
+def default_source(settings: Settings, table: str) -> Source:
+    """Drop folder ``<home>/inputs`` if it holds a file of the table, else the demo data of the setup."""
+    from coral_tasks.ingestion.files import FolderSource, is_whole_name
+
+    folder = settings.home / "inputs"
+    dropped = folder.is_dir() and any(
+        path.name.startswith(table) and is_whole_name(path.name) for path in folder.iterdir()
+    )
+    return FolderSource(table=table, folder=folder) if dropped else _demo(settings, table)
+
+
+def _demo(settings: Settings, table: str) -> Source:
+    makers: dict[str, Callable[[str, datetime], pa.Table]] = {
+        "demand": _demo_demand,
+        "prices": _demo_prices,
+        "availability": _demo_availability,
+        "running": _demo_running,
+    }
+
+    def fetch(now: datetime) -> SourceBatch:
+        from coral_tasks.ingestion.batch import batch_of
+
+        made = makers[table](settings.setup, now)
+        return batch_of(table, made, source=f"demo: setup {settings.setup}", observed_at=now)
+
+    return fetch
+
+
+def _demo_demand(setup: str, now: datetime) -> pa.Table:
+    from coral_tasks.ingestion.demand_day import demand_at, read_demand_day
+    from coral_tasks.ingestion.rows import demand_table
+
+    return demand_table(demand_at(read_demand_day(setup), now))
+
+
+def _demo_prices(setup: str, now: datetime) -> pa.Table:
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.ingestion.rows import price_table
+
+    catalog = load_catalog()
+    prices = catalog.prices(catalog.setup(setup))
+    return price_table([price.as_node_price(now) for price in prices], "catalogue list prices")
+
+
+def _demo_availability(setup: str, now: datetime) -> pa.Table:
+    from coral_tasks.ingestion.demand_day import read_demo_availability
+    from coral_tasks.ingestion.rows import availability_table
+
+    return availability_table(read_demo_availability(setup, now), "demo assumption")
+
+
+def _demo_running(setup: str, now: datetime) -> pa.Table:
+    del setup, now
+    from data_contracts.registry import contract_of
+
+    return contract_of("running").table([])
+
+
+def fleet_source(fleet: Fleet) -> Source:
+    """Observed fleet as a source of the running table; the dispatcher's observation is passed in."""
+
+    def fetch(now: datetime) -> SourceBatch:
+        from coral_tasks.ingestion.batch import batch_of
+        from coral_tasks.ingestion.rows import running_table
+
+        return batch_of("running", running_table(fleet, now), source="node agents", observed_at=now)
+
+    return fetch
+
+
+def gate_inputs(
+    settings: Settings,
+    run_id: str,
+    now: datetime,
+    *,
+    tables: Sequence[str] = INPUT_TABLES,
+    library: LibraryFacts | None = None,
+    limits: GateLimits | None = None,
+) -> GateSummary:
+    """Judge all fetched tables, alone and together; keep reports, quarantine what is bad, accept what is good.
+
+    Nothing becomes "accepted last" unless everything passed. Raises StorageFault if a table was never fetched.
+    """
+    from data_contracts.cross import check_tables
+    from data_contracts.gate import check_table
+    from data_contracts.registry import contract_of
+
+    run = run_store(settings).open(run_id)
+    reports: list[GateReport] = []
+    accepted: dict[str, pa.Table] = {}
+    quarantined: dict[str, str] = {}
+    for table in tables:
+        batch = _kept_batch(run, table)
+        outcome = check_table(contract_of(table), batch.raw, gate_context(settings, table, now, library, limits))
+        outcome = _with_release(settings, batch.data, outcome)
+        reports.append(outcome.report)
+        if outcome.table is not None:
+            accepted[table] = outcome.table
+        else:
+            quarantined[table] = _quarantine(settings, run, batch, outcome.report)
+    context = gate_context(settings, "", now, library, limits)
+    reports.append(check_tables(accepted, cross_context(settings, library), context))
+    page = _keep_reports(run, reports)
+    if all(report.accepted for report in reports):
+        _accept(settings, run, accepted)
+    return _summary(reports, quarantined, page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    table: str
+    data: bytes
+    suffix: str
+    raw: Any
+    record: Mapping[str, Any]
+
+
+def _kept_batch(run: Run, table: str) -> _Kept:
+    from data_contracts.files import read_bytes
+
+    record = run.get_json(f"inputs/{table}/source.json")
+    data = run.get(record["file"])
+    suffix = Path(record["file"]).suffix
+    source = record["source"] if str(record["source"]).endswith(suffix) else f"{record['source']}{suffix}"
+    return _Kept(table=table, data=data, suffix=suffix, raw=read_bytes(data, source), record=record)
+
+
+def gate_context(
+    settings: Settings,
+    table: str,
+    now: datetime,
+    library: LibraryFacts | None = None,
+    limits: GateLimits | None = None,
+) -> GateContext:
+    """What the gate knows for one table: the setup's names, the batch accepted last, the catalogue's figures."""
+    from coral_tasks.catalog import load_catalog
+    from data_contracts.contract import GateContext
+
+    setup = load_catalog().setup(settings.setup)
+    known = {
+        "model": frozenset(str(one.model.id) for one in setup.models),
+        "region": frozenset(map(str, setup.regions)),
+        "configuration": frozenset(str(one.id) for one in setup.configurations),
+    }
+    if library is not None:
+        known["template"] = library.template_ids
+    return GateContext(
+        now=now,
+        known=known,
+        max_context_tokens={str(one.model.id): one.model.max_context_tokens for one in setup.models},
+        previous=accepted_last(settings, table),
+        reference=_reference(settings, table, now),
+        limits=limits or load_limits(settings),
+    )
+
+
+def load_limits(settings: Settings) -> GateLimits:
+    """Limits from ``<home>/gate_limits.json`` laid over the defaults. Raises ValidationFailed for a bad file."""
+    from data_contracts.contract import GateLimits
+
+    path = settings.home / "gate_limits.json"
+    if not path.exists():
+        return GateLimits()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return GateLimits.from_mapping(values)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValidationFailed([Violation(table=str(path), row="", value="", rule=str(error))]) from error
+
+
+def accepted_last(settings: Settings, table: str) -> pa.Table | None:
+    """The batch of ``table`` accepted last, None if there is none. Raises StorageFault if it is corrupt."""
+    path = settings.home / "current" / "inputs" / f"{table}.parquet"
+    return _read_parquet(path) if path.exists() else None
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    from data_contracts.files import read_file
+
+    raw = read_file(path)
+    if raw.table is None:
+        message = f"{path}: {raw.flaws[0].text}"
+        raise StorageFault(message)
+    return raw.table
+
+
+def _reference(settings: Settings, table: str, now: datetime) -> pa.Table | None:
+    """What to expect when nothing was accepted before: the setup's mean rates, the catalogue's prices."""
+    if table == "prices":
+        return _demo_prices(settings.setup, now)
+    return _reference_demand(settings.setup, now) if table == "demand" else None
+
+
+def _reference_demand(setup: str, now: datetime) -> pa.Table:
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.ingestion.rows import demand_table
+
+    rows = [
+        Demand(
+            model=one.model.id,
+            requests_per_s=one.requests_per_s,
+            shape=one.shape,
+            interval_start=now,
+            interval_s=_REFERENCE_INTERVAL_S,
+        )
+        for one in load_catalog().setup(setup).models
+    ]
+    return demand_table(rows)
+
+
+def cross_context(settings: Settings, library: LibraryFacts | None) -> Any:
+    """Context of the checks between tables."""
+    from coral_tasks.catalog import load_catalog
+    from data_contracts.cross import CrossContext
+
+    models = frozenset(str(one.model.id) for one in load_catalog().setup(settings.setup).models)
+    if library is None:
+        return CrossContext(expected_models=models)
+    return CrossContext(
+        expected_models=models,
+        template_phases=library.template_phases,
+        template_configurations=library.template_configurations,
+        excluded=library.excluded,
+    )
+
+
+def _with_release(settings: Settings, data: bytes, outcome: Any) -> Any:
+    """The outcome after a person's release of this very batch, if there is one that may count."""
+    from coral_tasks.storage.quarantine import Quarantine
+
+    release = Quarantine(root=settings.home / "quarantine").release_of(data)
+    if release is None or outcome.report.accepted or not outcome.report.releasable or outcome.readable is None:
+        return outcome
+    note = f"released by {release['by']} at {release['at']}: {release['reason']}"
+    return outcome._replace(report=outcome.report.released(note), table=outcome.readable)
+
+
+def _quarantine(settings: Settings, run: Run, batch: _Kept, report: GateReport) -> str:
+    from coral_tasks.storage.quarantine import Quarantine
+    from data_contracts.page import render_page
+
+    return Quarantine(root=settings.home / "quarantine").keep(
+        table=batch.table,
+        data=batch.data,
+        suffix=batch.suffix,
+        report=report.as_json(),
+        page=render_page(f"Quarantined {batch.table}, run {run.id}", [report]),
+        origin={"run": run.id, **batch.record},
+    )
+
+
+def _keep_reports(run: Run, reports: Sequence[GateReport]) -> Path:
+    from data_contracts.page import render_page
+
+    for report in reports:
+        run.put_json(f"gate/{report.table}.json", report.as_json(), replace=True)
+    return run.put("gate/report.html", render_page(f"Gate, run {run.id}", reports).encode(), replace=True)
+
+
+def _accept(settings: Settings, run: Run, tables: Mapping[str, pa.Table]) -> None:
+    from coral_tasks.ingestion.batch import parquet_bytes
+    from coral_tasks.storage.runs import write_whole
+
+    for name, table in tables.items():
+        data = parquet_bytes(table)
+        run.put(f"inputs/{name}/accepted.parquet", data)
+        try:
+            write_whole(settings.home / "current" / "inputs" / f"{name}.parquet", data)
+        except OSError as error:
+            message = f"accepted {name} cannot be kept: {error.strerror or error}"
+            raise StorageFault(message) from error
+
+
+def _summary(reports: Sequence[GateReport], quarantined: Mapping[str, str], page: Path) -> GateSummary:
+    return GateSummary(
+        accepted=all(report.accepted for report in reports),
+        verdicts={report.table: report.verdict.value for report in reports},
+        violations=tuple(violation for report in reports for violation in violations_of(report)),
+        quarantined=dict(quarantined),
+        page=page,
+    )
+
+
+def violations_of(report: GateReport) -> list[Violation]:
+    """Critical findings as the domain's violations."""
+    return [
+        Violation(table=one.table, row=one.row, value=one.value, rule=one.text)
+        for one in report.findings
+        if one.severity.value == "critical"
+    ]
+
+
+def load_inputs(settings: Settings, run_id: str, multipliers: Mapping[str, float] | None = None) -> PlanningInputs:
+    """What the gate accepted in this run, as domain rows. Raises StorageFault if it accepted nothing.
+
+    ``multipliers``: price factor by provider ("aws" → 0.9 is a tenth off).
+    """
+    from coral_tasks.ingestion import rows
+
+    run = run_store(settings).find(run_id)
+    table = {name: _read_parquet(run.path(f"inputs/{name}/accepted.parquet")) for name in INPUT_TABLES}
+    return PlanningInputs(
+        demand=rows.demand_rows(table["demand"]),
+        prices=rows.price_rows(table["prices"], multipliers),
+        availability=rows.availability_rows(table["availability"]),
+        fleet=rows.fleet_of(table["running"]),
+    )
+
+
+def require_source(batch: SourceBatch, minimum: float) -> None:
+    """Raise SourceFault if the source says that less than ``minimum`` of its answer came."""
+    share = batch.completeness
+    if share is not None and share < minimum:
+        message = f"{batch.table}: {batch.source} answered {batch.received} of {batch.expected} parts"
+        raise SourceFault(message)
+
+
+def utc_now() -> datetime:
+    """The clock, in UTC."""
+    return datetime.now(UTC)
