@@ -29,7 +29,7 @@ from coral_tasks.allocation.decompose import (
 )
 from coral_tasks.allocation.master import Master
 from coral_tasks.allocation.problem import SERVED_TOLERANCE, AllocationProblem
-from coral_tasks.allocation.program import Cut, Program, build_program
+from coral_tasks.allocation.program import Cut, Goal, GoalKind, Program, Settled, build_program
 from coral_tasks.domain.errors import SolverFault
 from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, whole_values
 
@@ -40,6 +40,8 @@ POLISH_COLUMNS: Final = (150, 400, 1000)
 """Columns in the programs that look for better plans before the final one."""
 FINAL_COLUMNS: Final = 4000
 """Most columns handed to the final program."""
+TIE_COLUMNS: Final = 300
+TIE_NODES: Final = 200
 TIE_TOLERANCE: Final = 1e-9
 """Plans within this relative distance cost the same."""
 
@@ -168,6 +170,7 @@ class Search:
         else:
             # without demand the empty plan is optimal; without columns it is the only one
             self.state.bound = self.state.objective
+        self.prefer_running()
         return self.state
 
     def generate(self) -> None:
@@ -263,21 +266,61 @@ class Search:
             self._prove(result)
         self.state.note(f"program of {len(rows)} columns, {result.outcome}")
 
+    def prefer_running(self) -> None:
+        """Among plans of the same cost take one that starts the fewest nodes, where ties with what runs can occur."""
+        free = self.problem.options.startup_factor == 0 or bool((self.columns.objective == 0).any())
+        if not (free and self.columns.kept.any() and math.isfinite(self.state.objective)) or self.time_left() <= 0:
+            return
+        rows = self._tie_columns()
+        columns = self.columns.take(rows)
+        money = Settled(goal=Goal(kind=GoalKind.MONEY), value=self.state.objective)
+        program = build_program(
+            self.problem,
+            columns,
+            goal=Goal(kind=GoalKind.STARTED),
+            settled=[money],
+            minimum_price=self.minimum_price,
+        )
+        result = solve_arrays(
+            program.arrays,
+            time_limit_s=max(0.1, self.time_left()),
+            start_values=self._start(program, self.state.values[rows]),
+            options={"mip_max_nodes": TIE_NODES},
+        )
+        values = self._whole(result, rows)
+        if values is not None and self._fits(values):
+            total = sum(self.objective_of(values))
+            if total <= self.state.objective + TIE_TOLERANCE * max(1.0, abs(total)):
+                self.state.values, self.state.objective = values, total
+                self.state.note("ties given to what runs")
+
+    def _tie_columns(self) -> NDArray[np.int64]:
+        """What runs, what the plan uses, and the columns that a plan of this cost can use, best first."""
+        chosen = np.flatnonzero(self.columns.kept | (self.state.values > 0))
+        if self.state.best is None:
+            return chosen
+        return np.union1d(chosen, self.ranked_columns()[:TIE_COLUMNS])
+
     def _start(self, program: Program, values: NDArray[np.int64]) -> NDArray[np.float64] | None:
         if not math.isfinite(self.state.objective):
             return None
         return start_point(self.problem, program, values)
 
     def _take(self, result: MipResult, rows: NDArray[np.int64]) -> None:
-        if result.outcome is MipOutcome.INFEASIBLE or not result.has_solution:
-            return
-        try:
-            small = whole_values(result.solution()[: len(rows)])
-        except SolverFault:
-            return  # a value that is no whole number is no plan; the incumbent stays
+        values = self._whole(result, rows)
+        if values is not None:
+            self.offer(values)
+
+    def _whole(self, result: MipResult, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Instances of all columns from a program over ``rows``; None without a whole solution: the incumbent stays."""
+        if not result.has_solution:
+            return None
         values = np.zeros(len(self.columns), dtype=np.int64)
-        values[rows] = small
-        self.offer(values)
+        try:
+            values[rows] = whole_values(result.solution()[: len(rows)])
+        except SolverFault:
+            return None
+        return values
 
     def _prove(self, result: MipResult) -> None:
         """Columns left out cost at least the threshold, so the optimum is at least the lesser of both bounds."""
