@@ -11,7 +11,7 @@ from typing import Final
 
 import typer
 
-from coral_tasks.cli import agent, demand, gate, library, plan, verify
+from coral_tasks.cli import agent, demand, forecast, gate, library, plan, profile, verify
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 
 EXIT_EXPECTED_NO: Final = 1
@@ -31,6 +31,8 @@ app.add_typer(verify.app, name="verify")
 app.add_typer(library.app, name="library")
 app.add_typer(gate.app, name="gate")
 app.add_typer(demand.app, name="demand")
+app.add_typer(forecast.app, name="forecast")
+app.add_typer(profile.app, name="profile")
 
 
 @app.callback()

@@ -109,7 +109,7 @@ def _rows(
     missing: list[MissingProfile] = []
     for configuration in configurations:
         split = choose_parallelism(entry.model, configuration)
-        work = work_for(entry.model, configuration, split, phase, entry.shape)
+        work = work_for(entry.model, configuration, split, phase, entry.shape, memory)
         costs = best_costs(work, sources)
         if costs is None:
             reason = "no measured, database or analytic profile"

@@ -16,22 +16,30 @@ from coral_tasks.domain.validation import Checks
 
 DATA_FILE = Path(__file__).parent / "data" / "calibration.csv"
 COLUMNS = (
-    *("gpu", "phase", "compute", "bandwidth", "launch_us", "link2", "link4", "link8", "link_latency_us", "step_ms"),
-    "fitted_from",
+    *("gpu", "phase", "compute", "bandwidth", "kv", "expert_compute", "expert_bandwidth", "launch_us"),
+    *("link2", "link4", "link8", "link_latency_us", "step_ms", "fitted_from"),
 )
+
+SHARES = ("compute", "bandwidth", "kv", "expert_compute", "expert_bandwidth", "link2", "link4", "link8")
+MAX_SHARE = 1.0
+"""No fit may claim more than a card's peak; a share at this bound says that the term does not bind there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Shares of a card's peaks that are reached, and fixed times.
 
-    ``compute``, ``bandwidth``: share of FLOP/s and of memory bandwidth. ``link2``, ``link4``, ``link8``: share of the
-    link's one-way rate that an all-reduce among 2, 4 or 8 GPUs moves. ``launch_s``: per layer; ``link_latency_s``: per
-    all-reduce; ``step_s``: engine overhead per step. ``fitted_from``: where the factors come from.
+    ``compute``, ``bandwidth``: share of FLOP/s and of memory bandwidth; ``kv``: of bandwidth when reading the KV cache;
+    ``expert_compute``, ``expert_bandwidth``: of experts, whose kernels are other ones. ``link2``, ``link4``, ``link8``:
+    share of the link's one-way rate that an all-reduce among 2, 4 or 8 GPUs moves. ``launch_s``: per layer;
+    ``link_latency_s``: per all-reduce; ``step_s``: engine overhead per step. ``fitted_from``: their origin.
     """
 
     compute: float
     bandwidth: float
+    kv: float
+    expert_compute: float
+    expert_bandwidth: float
     launch_s: float
     link2: float
     link4: float
@@ -42,10 +50,12 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         checks = Checks("calibration")
-        for name in ("compute", "bandwidth", "link2", "link4", "link8"):
+        for name in SHARES:
             value = getattr(self, name)
             checks.positive(**{name: value})
-            checks.require(value <= 1.5, f"{name} must be a plausible share of a peak (at most 1.5)", value)
+            checks.require(
+                value <= MAX_SHARE, f"{name} must be a plausible share of a peak (at most {MAX_SHARE})", value
+            )
         checks.not_negative(launch_s=self.launch_s, link_latency_s=self.link_latency_s, step_s=self.step_s)
         checks.named(fitted_from=self.fitted_from)
         checks.raise_if_any()
@@ -84,12 +94,8 @@ def load_calibration(path: Path = DATA_FILE) -> dict[tuple[str, Phase], Efficien
 def parse_row(row: dict[str, str]) -> Efficiency:
     """One row of the file; microseconds and milliseconds become seconds."""
     return Efficiency(
-        compute=float(row["compute"]),
-        bandwidth=float(row["bandwidth"]),
+        **{name: float(row[name]) for name in SHARES},
         launch_s=float(row["launch_us"]) * 1e-6,
-        link2=float(row["link2"]),
-        link4=float(row["link4"]),
-        link8=float(row["link8"]),
         link_latency_s=float(row["link_latency_us"]) * 1e-6,
         step_s=float(row["step_ms"]) * 1e-3,
         fitted_from=row["fitted_from"],

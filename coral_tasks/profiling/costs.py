@@ -15,7 +15,7 @@ from coral_tasks.domain.hardware import NodeConfiguration
 from coral_tasks.domain.models import RequestShape, ServedModel
 from coral_tasks.domain.names import Phase
 from coral_tasks.domain.profiles import ProfileSource
-from coral_tasks.profiling.memory import BYTES_16BIT, Parallelism, window_max
+from coral_tasks.profiling.memory import BYTES_16BIT, MemoryParameters, Parallelism, window_max
 
 PREFILL_PROMPTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Prompts of mean length in one prefill batch."""
@@ -45,7 +45,7 @@ class Work:
     split: Parallelism
     phase: Phase
     context_tokens: float
-    sequences: tuple[int, ...]
+    sequences: tuple[float, ...]
 
     @property
     def tokens(self) -> NDArray[np.float64]:
@@ -55,19 +55,29 @@ class Work:
 
 
 def work_for(
-    model: ServedModel, configuration: NodeConfiguration, split: Parallelism, phase: Phase, shape: RequestShape
+    model: ServedModel,
+    configuration: NodeConfiguration,
+    split: Parallelism,
+    phase: Phase,
+    shape: RequestShape,
+    parameters: MemoryParameters,
 ) -> Work:
-    """The grid of a table: mean prompt in prefill; mean prompt and half the mean output as context in decode."""
+    """The grid of a table: mean prompt in prefill; mean prompt and half the mean output as context in decode.
+
+    Prefill batches stay within the engine's batched tokens; one prompt always stands (the engine cuts it in chunks).
+    """
     prefill = phase is Phase.PREFILL
     context = shape.mean_prompt_tokens if prefill else shape.mean_prompt_tokens + shape.mean_output_tokens / 2
-    sequences = PREFILL_PROMPTS if prefill else DECODE_SEQUENCES
+    limit = parameters.batched_tokens(configuration.gpu)
+    prompts = tuple(count for count in PREFILL_PROMPTS if count == 1 or count * context <= limit)
+    sequences = tuple(count for count in DECODE_SEQUENCES if count <= parameters.max_sequences)
     return Work(
         model=model,
         configuration=configuration,
         split=split,
         phase=phase,
         context_tokens=context,
-        sequences=sequences,
+        sequences=prompts if prefill else sequences,
     )
 
 

@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coral_tasks.domain.errors import Unavailable
 from coral_tasks.domain.models import AttentionKind, ServedModel
 from coral_tasks.domain.names import GpuTypeName, ModelId, Phase
 from coral_tasks.domain.profiles import ProfileSource
+from coral_tasks.profiling.aggregated import load_fit, planning_correction
 from coral_tasks.profiling.costs import LayerCosts, Work
 from coral_tasks.profiling.memory import Parallelism
 from coral_tasks.profiling.model_files import write_model_config
-from coral_tasks.profiling.overheads import step_overhead_s
+from coral_tasks.profiling.points import AggregatedPoint
 
 LOG = logging.getLogger(__name__)
 PACKAGE = "aiconfigurator_core"
@@ -71,15 +73,19 @@ class DatabaseSource:
 
     source: ProfileSource = ProfileSource.DATABASE
     version: str = ""
+    corrected: bool = True
     _engines: dict[str, Any] = field(default_factory=dict)
     _ops: dict[tuple[ModelId, Parallelism, Phase], _Ops | None] = field(default_factory=dict)
 
     @classmethod
-    def load(cls) -> DatabaseSource | None:
-        """The source, or None where the optional package is not installed."""
+    def load(cls, *, corrected: bool = True) -> DatabaseSource | None:
+        """The source, or None where the optional package is not installed.
+
+        ``corrected``: multiply kernel times by what end-to-end measurements showed (``corrections.csv``).
+        """
         if importlib.util.find_spec(PACKAGE) is None:
             return None
-        return cls(version=importlib.metadata.version("aiconfigurator-core"))
+        return cls(version=importlib.metadata.version("aiconfigurator-core"), corrected=corrected)
 
     def costs(self, work: Work) -> LayerCosts | None:
         """Time of every batch; None for a GPU type or model that the tables do not hold."""
@@ -109,13 +115,16 @@ class DatabaseSource:
         beyond = (
             constant[1] | every[1] | np.any([part[1] for part in kinds.values()] or [np.zeros_like(every[1])], axis=0)
         )
-        scale = memory_factor if work.phase is Phase.DECODE else 1.0
+        correction = planning_correction(work.model.hub_name, sparse=work.model.experts is not None)
+        scale = correction.for_phase(work.phase) if self.corrected else 1.0
+        scale *= memory_factor if work.phase is not Phase.PREFILL else 1.0
+        step_s = load_fit().prefill_step_s if work.phase is Phase.PREFILL else load_fit().decode_step_s
         return LayerCosts(
             layer_s=per_layer * scale,
-            constant_s=constant[0] * scale + step_overhead_s(work),
+            constant_s=constant[0] * scale + step_s,
             extrapolated=beyond | ops.approximated | (memory_factor != 1.0),
             source=ProfileSource.DATABASE,
-            provenance=self._provenance(system, memory_factor),
+            provenance=f"{self._provenance(system, memory_factor)}; correction {correction.family}",
         )
 
     def _provenance(self, system: str, memory_factor: float) -> str:
@@ -128,7 +137,7 @@ class DatabaseSource:
         length = max(1, round(work.context_tokens))
         seconds, beyond = [], []
         for batch in work.sequences:
-            parts = engine.evaluate_ops_json(ops_json, prefill, batch, length, 0, 1.0, None)
+            parts = engine.evaluate_ops_json(ops_json, prefill, round(batch), length, 0, 1.0, None)
             seconds.append(sum(part[1] for part in parts) / 1e3)
             beyond.append(any(part[3] == "empirical" and not _by_formula(part[0]) for part in parts))
         return np.asarray(seconds), np.asarray(beyond, dtype=bool)
@@ -223,3 +232,71 @@ def _build_model(model: ServedModel, split: Parallelism) -> Any | None:
         except (KeyError, ValueError, NotImplementedError) as error:
             LOG.info("%s: the database package cannot build it: %s", model.id, error)
             return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Kernel seconds of one prompt's prefill and of one decode step of the whole batch, before any correction."""
+
+    prefill_s: float
+    decode_s: float
+
+
+PACKAGE_MODELS: Mapping[str, tuple[str, str | None]] = {
+    "meta-llama/Llama-3.1-70B": ("nvidia/Llama-3.1-70B-Instruct-FP8", None),
+    "nvidia/Llama-3.1-8B-Instruct-FP8": ("meta-llama/Meta-Llama-3.1-8B", "fp8"),
+}
+"""Model name of a measured point -> configuration that the package holds, and GEMM precision to force."""
+
+
+def step_times(point: AggregatedPoint, engines: dict[tuple[object, ...], Any]) -> StepTimes:
+    """Kernel times of a measured point's configuration, whole model, as the package models it.
+
+    ``engines``: cache, filled here. Raises Unavailable with the package's reason if it cannot price the point.
+    """
+    key = (point.model, point.system, point.tp, point.moe_tp, point.ep, point.precision)
+    try:
+        if key not in engines:
+            engines[key] = _point_engine(point)
+        engine = engines[key]
+        context = point.isl + point.osl // 2
+        return StepTimes(
+            prefill_s=engine.predict_prefill_latency(1, point.isl, 0) / 1e3,
+            decode_s=engine.predict_decode_latency(point.concurrency, context, 2) / 1e3,
+        )
+    except Exception as error:
+        # The package raises many kinds of error, most of them its own or ValueError; all mean "cannot price it".
+        message = f"{point.model} on {point.system}, tp {point.tp}: {str(error)[:200]}"
+        raise Unavailable(message) from error
+
+
+def _point_engine(point: AggregatedPoint) -> Any:
+    """Engine of a point; experts by EP where the package refuses to cut them by TP (blocks of fp8 scales)."""
+    from aiconfigurator_core import AicEngine
+    from aiconfigurator_core.sdk.engine import compile_engine
+
+    name, gemm = PACKAGE_MODELS.get(point.model, (point.model, None))
+    if point.model == "Qwen/Qwen3-32B" and point.precision == "fp8":
+        gemm = "fp8"
+    moe_tp, ep = point.moe_tp or 1, point.ep or 1
+
+    def compiled(expert_tp: int, expert_ep: int) -> bytes:
+        return bytes(
+            compile_engine(
+                name,
+                point.system,
+                BACKEND,
+                None,
+                tp_size=point.tp,
+                attention_dp_size=max(1, moe_tp * ep // point.tp),
+                moe_tp_size=expert_tp,
+                moe_ep_size=expert_ep,
+                gemm_quant_mode=gemm,
+            )
+        )
+
+    try:
+        spec = compiled(moe_tp, ep)
+    except ValueError:
+        spec = compiled(1, moe_tp * ep)
+    return AicEngine.from_spec(spec)

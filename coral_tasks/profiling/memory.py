@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.domain.errors import ValidationFailed, Violation
-from coral_tasks.domain.hardware import NodeConfiguration
+from coral_tasks.domain.hardware import GpuType, NodeConfiguration
 from coral_tasks.domain.models import AttentionKind, ServedModel
 from coral_tasks.domain.validation import Checks
 
 BYTES_16BIT = 2
 GIB = 2**30
+LARGE_CARD_BYTES = 70 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,29 +26,38 @@ class MemoryParameters:
     """How the engine uses a GPU's memory.
 
     ``gpu_memory_fraction``: vLLM's ``--gpu-memory-utilization``; everything below fits inside that share.
-    ``max_batched_tokens``, ``max_sequences``: vLLM's scheduler limits, which size the activation peak it reserves.
-    ``overhead_bytes``: CUDA context, graphs, workspaces; ``link_overhead_bytes``: NCCL buffers when tp > 1.
-    Both are aiconfigurator-core's order of magnitude (systems/*.yaml, ``nccl_mem``); see docs/profiles.md.
+    ``max_batched_tokens``: vLLM's scheduler limit, which sizes the activation peak it reserves and the largest prefill
+    batch; None: vLLM's own default, 8192 on cards of 70 GiB and more (A100 apart), 2048 otherwise (``EngineArgs``).
+    ``max_sequences``: sequences in one batch. ``overhead_bytes``: CUDA context, graphs, workspaces of one GPU;
+    ``activation_factor``: what the activation peak is over the plain count of tensors. Both fitted on Helix's
+    KV capacities of LLaMA-1 30B (``python -m coral_tasks.profiling.fit``).
     """
 
     gpu_memory_fraction: float = 0.9
-    max_batched_tokens: int = 8192
+    max_batched_tokens: int | None = None
     max_sequences: int = 512
     block_tokens: int = 16
-    overhead_bytes: float = 1.0 * GIB
-    link_overhead_bytes: float = 0.4 * GIB
+    overhead_bytes: float = 0.8 * GIB
+    activation_factor: float = 2.19
 
     def __post_init__(self) -> None:
         checks = Checks("memory_parameters")
         checks.positive(
             gpu_memory_fraction=self.gpu_memory_fraction,
-            max_batched_tokens=self.max_batched_tokens,
+            max_batched_tokens=1 if self.max_batched_tokens is None else self.max_batched_tokens,
             max_sequences=self.max_sequences,
             block_tokens=self.block_tokens,
         )
-        checks.not_negative(overhead_bytes=self.overhead_bytes, link_overhead_bytes=self.link_overhead_bytes)
+        checks.not_negative(overhead_bytes=self.overhead_bytes, activation_factor=self.activation_factor)
         checks.require(self.gpu_memory_fraction <= 1, "gpu_memory_fraction must be at most 1", self.gpu_memory_fraction)
         checks.raise_if_any()
+
+    def batched_tokens(self, gpu: GpuType) -> int:
+        """Tokens of the largest batch on a card."""
+        if self.max_batched_tokens is not None:
+            return self.max_batched_tokens
+        large = gpu.memory_bytes >= LARGE_CARD_BYTES and not gpu.name.startswith("A100")
+        return 8192 if large else 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,16 +191,16 @@ def kv_bytes_per_layer(
     return np.asarray([by_kind[kind] for kind in model.attention_kinds], dtype=np.float64)
 
 
-def activation_bytes(model: ServedModel, split: Parallelism, parameters: MemoryParameters) -> float:
+def activation_bytes(model: ServedModel, gpu: GpuType, split: Parallelism, parameters: MemoryParameters) -> float:
     """Peak of activations that the engine reserves on one GPU (its profiling run with the largest batch).
 
     Four hidden-size tensors (residual, normed input, attention output, MLP output) and three of the MLP's inner size
-    per batched token; logits in 32 bit, twice, for every sequence. Order of magnitude, 16 bit values.
+    per batched token, 16 bit, times ``activation_factor``.
     """
     experts = model.experts
     inner = model.intermediate_size if experts is None else experts.experts_per_token * experts.intermediate_size
     per_token = BYTES_16BIT * (4 * model.hidden_size + 3 * inner / split.tp)
-    return parameters.max_batched_tokens * per_token + 8.0 * parameters.max_sequences * model.vocab_size / split.tp
+    return parameters.activation_factor * parameters.batched_tokens(gpu) * per_token
 
 
 def window_max(per_layer: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -235,8 +245,7 @@ def stage_memory(
     weights = window_max(layer_weight_bytes(model, split))
     ends = np.full(model.num_layers, end_weight_bytes(model, split, first=False, last=True))
     ends[-1] = end_weight_bytes(model, split, first=True, last=True)
-    fixed = activation_bytes(model, split, parameters) + parameters.overhead_bytes
-    fixed += parameters.link_overhead_bytes if split.tp > 1 else 0.0
+    fixed = activation_bytes(model, configuration.gpu, split, parameters) + parameters.overhead_bytes
     budget = configuration.gpu.memory_bytes * parameters.gpu_memory_fraction
     return StageMemory(
         free=budget - weights - ends - fixed,

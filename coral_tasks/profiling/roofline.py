@@ -49,20 +49,24 @@ class RooflineSource:
 
 def roofline_costs(work: Work, efficiency: Efficiency) -> LayerCosts:
     """Layer = max(compute, memory) + all-reduces + launch; constant = head and embedding + step overhead."""
-    gpu = work.configuration.gpu
-    flops = work_flops(work) / work.split.tp
-    read = work_bytes(work)
-    peak = _peak_flops(work)
-    compute = flops / (peak * efficiency.compute)
-    memory = read / (gpu.memory_bandwidth_bytes_per_s * efficiency.bandwidth)
-    layer = np.maximum(compute, memory) + efficiency.launch_s + all_reduce_s(work, efficiency)[:, None]
     return LayerCosts(
-        layer_s=layer,
+        layer_s=layer_s(work, efficiency),
         constant_s=_head_s(work, efficiency) + efficiency.step_s,
         extrapolated=np.zeros(len(work.sequences), dtype=bool),
         source=ProfileSource.ANALYTIC,
         provenance=f"roofline; factors {efficiency.provenance}",
     )
+
+
+def layer_s(work: Work, efficiency: Efficiency, kv_factor: float = 1.0) -> NDArray[np.float64]:
+    """Seconds of each layer, shape (B, L). ``kv_factor``: KV bytes read over those stored (1 for today's kernels)."""
+    bandwidth = work.configuration.gpu.memory_bandwidth_bytes_per_s
+    flops, read = work_flops(work), work_bytes(work)
+    peak = _peak_flops(work) * work.split.tp
+    compute = flops.dense / (peak * efficiency.compute) + flops.experts / (peak * efficiency.expert_compute)
+    memory = read.dense / (bandwidth * efficiency.bandwidth) + read.experts / (bandwidth * efficiency.expert_bandwidth)
+    memory += read.kv * kv_factor / (bandwidth * efficiency.kv)
+    return np.asarray(np.maximum(compute, memory) + efficiency.launch_s + all_reduce_s(work, efficiency)[:, None])
 
 
 def _peak_flops(work: Work) -> float:
@@ -72,8 +76,17 @@ def _peak_flops(work: Work) -> float:
     return gpu.flops_per_s
 
 
-def work_flops(work: Work) -> NDArray[np.float64]:
-    """Floating point operations of each layer for the whole batch over all GPUs, shape (B, L).
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Amounts:
+    """Work of each layer for each batch, shapes (B, L): operations over all GPUs, or bytes that one GPU reads."""
+
+    dense: NDArray[np.float64]
+    experts: NDArray[np.float64]
+    kv: NDArray[np.float64]
+
+
+def work_flops(work: Work) -> Amounts:
+    """Floating point operations; attention counts as dense.
 
     2 per active parameter and token, 4 x heads x head size per token and attended token (half of the prompt on
     average in prefill, since attention is causal).
@@ -81,10 +94,14 @@ def work_flops(work: Work) -> NDArray[np.float64]:
     model, params = work.model, layer_params(work.model)
     sparse = is_sparse(model)
     active_experts = model.experts.experts_per_token if model.experts else 0
-    active = params.attention + np.where(sparse, params.shared + active_experts * params.expert, params.dense_mlp)
-    attended = attended_tokens(model, work)
-    per_token = 2 * active + 4.0 * model.num_attention_heads * model.head_dim * attended
-    return np.asarray(work.tokens[:, None] * per_token[None, :], dtype=np.float64)
+    dense = params.attention + np.where(sparse, params.shared, params.dense_mlp)
+    attention = 4.0 * model.num_attention_heads * model.head_dim * attended_tokens(model, work)
+    tokens = work.tokens[:, None]
+    return Amounts(
+        dense=tokens * (2 * dense + attention)[None, :],
+        experts=tokens * (2 * active_experts * params.expert * sparse)[None, :],
+        kv=np.zeros((len(work.sequences), model.num_layers)),
+    )
 
 
 def attended_tokens(model: ServedModel, work: Work) -> NDArray[np.float64]:
@@ -101,23 +118,24 @@ def attended_tokens(model: ServedModel, work: Work) -> NDArray[np.float64]:
     return np.asarray([sliding if kind is AttentionKind.SLIDING else full for kind in model.attention_kinds])
 
 
-def work_bytes(work: Work) -> NDArray[np.float64]:
-    """Bytes that one GPU reads for each layer and batch, shape (B, L): weights touched and, in decode, the KV cache.
+def work_bytes(work: Work) -> Amounts:
+    """Bytes that one GPU reads: weights touched and, in decode, the KV cache.
 
     Of the experts, those that at least one token of the batch picks (uniform routing); split by EP.
     """
     model, split = work.model, work.split
     params, sparse = layer_params(model), is_sparse(model)
+    shape = (len(work.sequences), model.num_layers)
     dense = (params.attention + np.where(sparse, params.shared, params.dense_mlp)) * model.weight_bytes_per_param
-    read = np.broadcast_to(dense / split.tp, (len(work.sequences), model.num_layers)).copy()
+    experts, kv = np.zeros(shape), np.zeros(shape)
     if model.experts is not None:
         untouched = (1 - model.experts.experts_per_token / model.experts.num_experts) ** work.tokens
         touched = model.experts.num_experts * (1 - untouched) * params.expert * model.expert_bytes_per_param
-        read += touched[:, None] * sparse[None, :] / (split.expert_tp * split.ep)
+        experts = touched[:, None] * sparse[None, :] / (split.expert_tp * split.ep)
     if work.phase is not Phase.PREFILL:
-        kv = kv_bytes_per_layer(model, split, work.context_tokens, block_tokens=1)
-        read += np.asarray(work.sequences, dtype=np.float64)[:, None] * kv[None, :]
-    return read
+        per_sequence = kv_bytes_per_layer(model, split, work.context_tokens, block_tokens=1)
+        kv = np.asarray(work.sequences, dtype=np.float64)[:, None] * per_sequence[None, :]
+    return Amounts(dense=np.broadcast_to(dense / split.tp, shape), experts=experts, kv=kv)
 
 
 def all_reduce_s(work: Work, efficiency: Efficiency) -> NDArray[np.float64]:

@@ -1,0 +1,261 @@
+"""Profiles as paths in, paths out: build and read the tables of a setup, validate, run measurements.
+
+Joins catalogue, profiling and the profile contract; holds no arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coral_tasks.domain.content import content_digest
+from coral_tasks.domain.errors import StorageFault
+from coral_tasks.domain.models import LatencySlo, RequestShape
+from coral_tasks.domain.names import ModelId, NodeConfigurationId, Phase
+from coral_tasks.domain.profiles import ProfileSource, ProfileTable
+
+if TYPE_CHECKING:
+    from coral_tasks.profiling import BuildReport
+    from coral_tasks.profiling.measured import MeasuredRow
+
+FOLDER = "profiles"
+MANIFEST = "manifest.json"
+CURRENT = "current.json"
+
+
+def build_profiles(setup_name: str, home: Path, *, measured: Sequence[Path] = ()) -> Path:
+    """Build all tables of a setup and write them into ``home/profiles/<version>``; the folder.
+
+    ``measured``: files of the measured runner, best source for what they cover. The version is a hash over the tables'
+    own versions, so the same inputs give the same folder, which is then left as it is. ``current.json`` names it.
+    Raises UnknownName, ValidationFailed, Unavailable, StorageFault.
+    """
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.profiling import build_profiles as build
+    from coral_tasks.profiling import default_sources
+    from coral_tasks.profiling.measured import MeasuredSource
+
+    rows = [row for path in measured for row in read_measured(path)]
+    sources = (*([MeasuredSource.of(rows)] if rows else []), *default_sources())
+    report = build(load_catalog().setup(setup_name), sources=sources)
+    return write_profiles(report, setup_name, home)
+
+
+def read_measured(path: Path) -> tuple[MeasuredRow, ...]:
+    """Rows of a file that ``run_measurement`` wrote. Raises ValidationFailed, StorageFault."""
+    from coral_tasks.profiling.measured import rows_from_records
+    from data_contracts.measurements import read_measurements
+
+    try:
+        return rows_from_records(read_measurements(path), path.name)
+    except ValueError as error:
+        message = f"measurements {path} cannot be read: {error}"
+        raise StorageFault(message) from error
+
+
+def write_profiles(report: BuildReport, setup_name: str, home: Path) -> Path:
+    """Write tables, manifest and the pointer to them; the version's folder. Raises StorageFault."""
+    version = content_digest([table.version for table in report.tables])
+    folder = home / FOLDER / version
+    try:
+        if not (folder / MANIFEST).exists():
+            for table in report.tables:
+                write_table(folder / f"{table.model}-{table.phase}.parquet", table)
+            _write_json(folder / MANIFEST, _manifest(report, setup_name, version))
+        _write_json(home / FOLDER / CURRENT, {"version": version, "setup": setup_name})
+    except OSError as error:
+        message = f"profiles cannot be written to {folder}: {error}"
+        raise StorageFault(message) from error
+    return folder
+
+
+def _manifest(report: BuildReport, setup_name: str, version: str) -> dict[str, Any]:
+    return {
+        "version": version,
+        "setup": setup_name,
+        "tables": [
+            {"file": f"{table.model}-{table.phase}.parquet", "version": table.version} for table in report.tables
+        ],
+        "missing": [asdict(one) for one in report.missing],
+        "repairs": [
+            {"model": model, "phase": phase, "configuration": configuration, "largest_change": change}
+            for (model, phase, configuration), change in sorted(report.repairs.items())
+        ],
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_table(path: Path, table: ProfileTable) -> None:
+    """One profile table as a file of the profile contract."""
+    from data_contracts.profiles import SCHEMA_VERSION, write_profile
+
+    count, layers = len(table.configurations), table.num_layers
+    each = range(count)
+
+    def spread(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(layers)]
+
+    flat = table.throughput.reshape(count * layers, -1)
+    marked = table.extrapolated
+    columns = {
+        "model": [table.model] * (count * layers),
+        "phase": [table.phase.value] * (count * layers),
+        "configuration": spread(table.configurations),
+        "num_layers": [j for _ in each for j in range(1, layers + 1)],
+        "tp_degree": spread(table.tp_degree),
+        "node_memory_bytes": spread(table.node_memory_bytes),
+        "source": spread([source.value for source in table.sources]),
+        "provenance": spread(table.provenance),
+        "throughput": list(flat),
+        "limited_by": list(table.limited_by.reshape(count * layers, -1)),
+        "extrapolated": list(marked.reshape(flat.shape))
+        if marked is not None
+        else [[False] * flat.shape[1]] * len(flat),
+    }
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "version": table.version,
+        "model": table.model,
+        "phase": table.phase.value,
+        "num_layers": layers,
+        "checkpoint_bytes": table.checkpoint_bytes,
+        "slo": asdict(table.slo),
+        "shape": asdict(table.shape),
+    }
+    write_profile(path, columns, about)
+
+
+def read_table(path: Path) -> ProfileTable:
+    """The table in a file of the profile contract. Raises StorageFault if the file is not one, whole and consistent."""
+    import numpy as np
+
+    from coral_tasks.domain.errors import ValidationFailed
+    from data_contracts.profiles import read_profile
+
+    try:
+        columns, about = read_profile(path)
+        layers = int(about["num_layers"])
+        first = range(0, len(columns["model"]), layers)
+        shape = (len(first), layers, -1)
+        return ProfileTable(
+            model=ModelId(about["model"]),
+            num_layers=layers,
+            checkpoint_bytes=about["checkpoint_bytes"],
+            phase=Phase(about["phase"]),
+            slo=LatencySlo(**about["slo"]),
+            shape=RequestShape(**about["shape"]),
+            configurations=tuple(NodeConfigurationId(columns["configuration"][i]) for i in first),
+            node_memory_bytes=tuple(columns["node_memory_bytes"][i] for i in first),
+            tp_degree=tuple(columns["tp_degree"][i] for i in first),
+            throughput=np.asarray(columns["throughput"], dtype=np.float64).reshape(shape),
+            limited_by=np.asarray(columns["limited_by"], dtype=np.uint8).reshape(shape),
+            extrapolated=np.asarray(columns["extrapolated"], dtype=bool).reshape(shape),
+            sources=tuple(ProfileSource(columns["source"][i]) for i in first),
+            provenance=tuple(columns["provenance"][i] for i in first),
+            version=about["version"],
+        )
+    except (ValueError, KeyError, TypeError, ValidationFailed) as error:
+        message = f"profile table {path} cannot be read: {error}"
+        raise StorageFault(message) from error
+
+
+def read_profiles(home: Path) -> tuple[ProfileTable, ...]:
+    """Tables that ``current.json`` points to, in the manifest's order. Raises StorageFault if there are none."""
+    try:
+        current = json.loads((home / FOLDER / CURRENT).read_text(encoding="utf-8"))
+        folder = home / FOLDER / current["version"]
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        names = [entry["file"] for entry in manifest["tables"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"no profiles in {home / FOLDER}: {error}; build them with: coral profile build"
+        raise StorageFault(message) from error
+    return tuple(read_table(folder / name) for name in names)
+
+
+def summarize(tables: Sequence[ProfileTable]) -> list[dict[str, Any]]:
+    """One row per model, phase and configuration: source, layers that fit, best figures, what limits.
+
+    ``max_layers``: most layers with any throughput at the whole latency budget; ``limit``: what stops one layer more
+    there; ``best``: the most of throughput x layers / all layers at a sixth of the budget, a rough worth of the node.
+    """
+    from coral_tasks.domain.profiles import LimitedBy
+
+    rows = []
+    for table in tables:
+        for c, configuration in enumerate(table.configurations):
+            whole = table.throughput[c, :, -1]
+            most = int((whole > 0).sum())
+            share = table.throughput[c, :, table.throughput.shape[2] // 6 - 1]
+            limit = LimitedBy(int(table.limited_by[c, min(most, table.num_layers - 1), -1]))
+            layers = range(1, table.num_layers + 1)
+            rows.append(
+                {
+                    "model": table.model,
+                    "phase": table.phase.value,
+                    "configuration": configuration,
+                    "source": table.sources[c].value,
+                    "tp": table.tp_degree[c],
+                    "max_layers": most,
+                    "num_layers": table.num_layers,
+                    "limit": limit.name.lower(),
+                    "one_layer": float(whole[0]),
+                    "best": round(max(float(share[j - 1]) * j / table.num_layers for j in layers), 3),
+                    "unit": table.phase.throughput_unit,
+                    "provenance": table.provenance[c],
+                }
+            )
+    return rows
+
+
+def validate_profiles(points: Path | None, out: Path | None) -> dict[str, Any]:
+    """The validation report; written to ``out`` as ``validation.json`` and ``validation.html`` if given.
+
+    ``points``: file in the columns of ``vllm_agg_points.csv``; None: the project's own. Raises StorageFault,
+    ValidationFailed.
+    """
+    from coral_tasks.profiling.points import POINTS_FILE, read_points
+    from coral_tasks.profiling.validate import validate, validate_helix
+    from coral_tasks.profiling.validation_page import validation_page
+
+    report = validate(read_points(points or POINTS_FILE))
+    report["helix"] = validate_helix()
+    if out is not None:
+        try:
+            _write_json(out / "validation.json", report)
+            (out / "validation.html").write_text(validation_page(report), encoding="utf-8")
+        except OSError as error:
+            message = f"the report cannot be written to {out}: {error}"
+            raise StorageFault(message) from error
+    return report
+
+
+def run_measurement(
+    model: str, configuration: str, *, interpreter: Path, out: Path, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Profile this machine with real vLLM and write the rows to ``out`` (Parquet); what was measured, in short.
+
+    ``options``: see ``profiling.runner.RunPlan``. Raises UnknownName, ValidationFailed, EngineFault, StorageFault.
+    """
+    from coral_tasks.profiling.measured import fit_measurements
+    from coral_tasks.profiling.runner import as_records, plan_run, run_plan
+    from data_contracts.measurements import write_measurements
+
+    plan = plan_run(model, configuration, **options)
+    rows = run_plan(plan, interpreter)
+    try:
+        write_measurements(out, as_records(rows))
+    except OSError as error:
+        message = f"measurements cannot be written to {out}: {error}"
+        raise StorageFault(message) from error
+    fits = fit_measurements(rows)
+    counts = {status: sum(row.status == status for row in rows) for status in ("ok", "oom", "failed")}
+    return {"out": str(out), "points": len(rows), **counts, "fits": [fit.as_row() for fit in fits]}
