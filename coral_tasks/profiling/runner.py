@@ -42,8 +42,8 @@ class RunPlan:
     """What one run measures on this machine.
 
     ``layer_counts``: two or more, so that cost per layer and constant part can be told apart. ``sequences`` and
-    ``tokens``: the grid of both phases. ``decode_steps``: steps averaged in one decode repeat. ``timeout_s``: of one engine, its
-    start included. ``eager``: without compilation (the CPU build needs it on for pipeline parallel only).
+    ``tokens``: the grid of both phases. ``decode_steps``: steps averaged in one decode repeat. ``timeout_s``: of one
+    engine with its start. ``eager``: without compilation (the CPU build needs it for pipeline parallel only).
     """
 
     model: ServedModel
