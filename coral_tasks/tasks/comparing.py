@@ -1,0 +1,492 @@
+"""The paper's evaluation side by side: plans of every planner on the same inputs, simulated on the same trace.
+
+Joins library, allocation, baselines and simulation. Owns the evaluation's cases: demand mixes, availability, traces.
+
+API::
+
+    compare_setup(CompareRequest(setup="core", case="scarce", ...)) -> Comparison
+    comparison_as_json(comparison) -> dict      # cost_ratio and goodput_ratio per baseline, solve_seconds, paper's
+    PAPER_FIGURES
+
+What is not at hand and therefore made up, from a seed, and said in the output: availability (the paper follows a
+cluster trace; here every region and configuration gets an uneven share of nodes worth ``supply`` times the cheapest
+plan, and wanders from epoch to epoch); BurstGPT's lengths (log-normal with the stated means); the demand mixes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_tasks.domain.errors import UnknownName, ValidationFailed, Violation
+from coral_tasks.domain.fleet import InstanceState, ServingInstance
+from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
+from coral_tasks.domain.names import InstanceId, Market, NodeConfigurationId, NodeId, RegionId
+
+if TYPE_CHECKING:
+    from coral_tasks.allocation.problem import AllocationProblem
+    from coral_tasks.catalog import Setup, SetupModel
+    from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.domain.template_set import TemplateSet
+    from coral_tasks.simulation import RequestTrace, SimulationResult
+
+CASES: Final = ("default", "scarce", "large-heavy", "small-heavy")
+SUPPLY: Final = {"default": 12.0, "scarce": 3.5, "large-heavy": 12.0, "small-heavy": 12.0}
+"""Hourly value of all nodes on offer over the cheapest plan's by unit cost, as in the project's allocation oracle."""
+
+_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+_WANDER: Final = 0.2
+"""Standard deviation of the logarithm of availability from one epoch to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFigure:
+    """What the paper states (section 6): baseline's cost over Coral's, Coral's goodput over the baseline's."""
+
+    cost_ratio: float | None = None
+    goodput_ratio: float | None = None
+
+
+PAPER_FIGURES: Final[Mapping[tuple[str, str], Mapping[str, PaperFigure]]] = {
+    ("core", "default"): {"homo": PaperFigure(cost_ratio=1.62), "cauchy": PaperFigure(cost_ratio=1.60)},
+    ("extended", "default"): {"homo": PaperFigure(cost_ratio=3.14), "cauchy": PaperFigure(cost_ratio=2.66)},
+    ("extended", "large-heavy"): {"homo": PaperFigure(cost_ratio=2.79), "cauchy": PaperFigure(cost_ratio=3.47)},
+    ("core", "large-heavy"): {"homo": PaperFigure(cost_ratio=1.82), "cauchy": PaperFigure(cost_ratio=1.78)},
+    ("extended", "small-heavy"): {"homo": PaperFigure(cost_ratio=2.34), "cauchy": PaperFigure(cost_ratio=1.64)},
+    ("core", "small-heavy"): {"homo": PaperFigure(cost_ratio=1.1), "cauchy": PaperFigure(cost_ratio=1.1)},
+    ("core", "scarce"): {
+        "homo": PaperFigure(cost_ratio=1.0, goodput_ratio=1.24),
+        "cauchy": PaperFigure(cost_ratio=1.51, goodput_ratio=1.0),
+    },
+    ("extended", "scarce"): {
+        "homo": PaperFigure(cost_ratio=1 / 1.52, goodput_ratio=7.64),
+        "cauchy": PaperFigure(cost_ratio=1.25, goodput_ratio=2.39),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRequest:
+    """One evaluation. ``traces``: folder with Azure traces (``*conv*``, ``*code*``); None: log-normal lengths.
+
+    ``arrivals``: "poisson" at the setup's rates with lengths from the traces, or "trace" with the traces' own times
+    stretched to the rates. ``work``: folder for the library and the report. ``availability``: CSV of epoch, region,
+    configuration, available_nodes instead of the made-up one. ``supply``: None for the case's own.
+    """
+
+    setup: str = "core"
+    case: str = "default"
+    work: Path
+    traces: Path | None = None
+    arrivals: str = "poisson"
+    availability: Path | None = None
+    supply: float | None = None
+    num_epochs: int = 5
+    epoch_s: float = 360.0
+    startup_s: float = 120.0
+    headroom: float = 0.9
+    seed: int = 0
+    time_limit_s: float = 60.0
+    gap: float = 1e-4
+    planners: tuple[str, ...] = ("homo", "cauchy", "homo-whole", "cauchy-whole", "melange")
+    library: Mapping[str, Any] = field(default_factory=dict)
+    slowdown: float = 1.0
+    simulate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.case not in CASES:
+            raise UnknownName(kind="case", name=self.case, known=CASES)
+        if self.arrivals not in ("poisson", "trace"):
+            raise UnknownName(kind="arrivals", name=self.arrivals, known=["poisson", "trace"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerOutcome:
+    """One planner over all epochs. ``solve_seconds``: of each epoch; ``result``: None where nothing was simulated."""
+
+    name: str
+    plans: tuple[AllocationPlan, ...]
+    solve_seconds: tuple[float, ...]
+    result: SimulationResult | None
+
+    @property
+    def planned_usd_per_hour(self) -> float:
+        """Mean cost of the plans."""
+        return sum(plan.certificate.cost_usd_per_hour for plan in self.plans) / len(self.plans)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Simulated cost, start-up included; the plans' where nothing was simulated."""
+        return self.planned_usd_per_hour if self.result is None else self.result.cost_usd_per_hour
+
+    @property
+    def shortfall_requests_per_s(self) -> float:
+        """Requests/s (headroom included) that the plans leave out, mean over epochs."""
+        short = [sum(row.shortfall_requests_per_s for row in plan.shortfalls) for plan in self.plans]
+        return sum(short) / len(short)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Coral first, then the baselines. ``notes``: what was made up or decided, in words."""
+
+    request: CompareRequest
+    outcomes: tuple[PlannerOutcome, ...]
+    demand_requests_per_s: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def coral(self) -> PlannerOutcome:
+        """Our planner."""
+        return self.outcomes[0]
+
+
+def compare_setup(request: CompareRequest, on_progress: Callable[[str], None] = lambda _: None) -> Comparison:
+    """Plan every epoch with every planner and replay the trace on each planner's plans."""
+    from coral_tasks.catalog import load_catalog
+
+    catalog = load_catalog()
+    setup = catalog.setup(request.setup)
+    on_progress("library")
+    version, sets = library_of(request)
+    rates = demand_mix(setup, request.case)
+    prices = tuple(price.as_node_price(_START) for price in catalog.prices(setup) if price.market is Market.ON_DEMAND)
+    world = _World(request=request, setup=setup, version=version, sets=sets, rates=rates, prices=prices)
+    on_progress("trace")
+    trace = make_trace(request, setup, rates)
+    outcomes = []
+    for name in ("coral", *request.planners):
+        on_progress(name)
+        outcomes.append(_run_planner(world, name, trace))
+    return Comparison(
+        request=request, outcomes=tuple(outcomes), demand_requests_per_s=rates, notes=_notes(request, setup)
+    )
+
+
+def library_of(request: CompareRequest) -> tuple[str, tuple[TemplateSet, ...]]:
+    """The setup's library under ``work``, built where it is not there yet; (version, template sets)."""
+    from coral_tasks.storage.library import read_version
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.tasks.library import Publication, build_library, default_options, profile_tables
+
+    address = str(request.work / "library")
+    summary = build_library(
+        address,
+        profile_tables(request.setup),
+        default_options(**request.library),
+        publication=Publication(publish=False),
+    )
+    library = read_version(open_store(address), summary.version)
+    return summary.version, tuple(library.sets)
+
+
+def demand_mix(setup: Setup, case: str) -> dict[str, float]:
+    """Requests/s by model. Large-heavy and small-heavy keep the total: weights from 0.5 to 1.5 by checkpoint size."""
+    models = sorted(setup.models, key=lambda one: one.model.checkpoint_bytes)
+    weights = np.ones(len(models))
+    if case in ("large-heavy", "small-heavy") and len(models) > 1:
+        weights = np.linspace(0.5, 1.5, len(models))
+        weights = weights if case == "large-heavy" else weights[::-1]
+    total = sum(one.requests_per_s for one in models)
+    shares = weights * np.array([one.requests_per_s for one in models])
+    shares *= total / shares.sum()
+    mix = {one.model.id: float(rate) for one, rate in zip(models, shares, strict=True)}
+    return {one.model.id: mix[one.model.id] for one in setup.models}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _World:
+    """What every planner is given."""
+
+    request: CompareRequest
+    setup: Setup
+    version: str
+    sets: tuple[TemplateSet, ...]
+    rates: Mapping[str, float]
+    prices: tuple[NodePrice, ...]
+
+    def problem(
+        self, epoch: int, available: Mapping[tuple[RegionId, NodeConfigurationId], int], running: Sequence[Any]
+    ) -> AllocationProblem:
+        """The problem of an epoch; what runs counts as available."""
+        from coral_tasks.allocation.build import build_problem
+        from coral_tasks.allocation.options import AllocationOptions
+        from coral_tasks.domain.names import LibraryVersion
+
+        at = _START + timedelta(seconds=epoch * self.request.epoch_s)
+        rows = [
+            NodeAvailability(
+                region=region, configuration=name, market=Market.ON_DEMAND, available_nodes=count, observed_at=at
+            )
+            for (region, name), count in sorted(available.items())
+        ]
+        return build_problem(
+            library_version=LibraryVersion(self.version),
+            templates=self.sets,
+            demand=[self._demand(one, at) for one in self.setup.models],
+            prices=self.prices,
+            availability=rows,
+            running=tuple(running),
+            options=AllocationOptions(
+                headroom=self.request.headroom, startup_factor=self.request.startup_s / self.request.epoch_s
+            ),
+        )
+
+    def _demand(self, one: SetupModel, at: datetime) -> Demand:
+        return Demand(
+            model=one.model.id,
+            requests_per_s=self.rates[one.model.id],
+            shape=one.shape,
+            interval_start=at,
+            interval_s=self.request.epoch_s,
+        )
+
+
+def _run_planner(world: _World, name: str, trace: RequestTrace) -> PlannerOutcome:
+    offered = offered_nodes(world)
+    plans: list[AllocationPlan] = []
+    seconds: list[float] = []
+    for epoch, available in enumerate(offered):
+        problem = world.problem(epoch, available, running_instances(plans[-1]) if plans else ())
+        begun = time.perf_counter()
+        plans.append(_solve(problem, name, world.request))
+        seconds.append(time.perf_counter() - begun)
+    result = _simulate(world, plans, trace) if world.request.simulate else None
+    return PlannerOutcome(name=name, plans=tuple(plans), solve_seconds=tuple(seconds), result=result)
+
+
+def _solve(problem: AllocationProblem, name: str, request: CompareRequest) -> AllocationPlan:
+    from coral_tasks.allocation.solve import solve_allocation
+    from coral_tasks.baselines import PLANNERS
+
+    if name == "coral":
+        return solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap)
+    if name not in PLANNERS:
+        raise UnknownName(kind="planner", name=name, known=["coral", *PLANNERS])
+    return PLANNERS[name](problem)
+
+
+def running_instances(plan: AllocationPlan) -> tuple[ServingInstance, ...]:
+    """The plan as if it ran: one ready instance each, with node names made up from its number."""
+    found = []
+    for row in plan.instances:
+        template = plan.template(row.template)
+        for k in range(row.count):
+            name = f"{row.template}@{row.region}#{k}"
+            stages = tuple(
+                tuple(NodeId(f"{name}/{s}.{n}") for n in range(stage.nodes.num_nodes))
+                for s, stage in enumerate(template.placement.stages)
+            )
+            found.append(
+                ServingInstance(
+                    id=InstanceId(name),
+                    template=row.template,
+                    model=template.model,
+                    phase=template.phase,
+                    region=row.region,
+                    market=row.market,
+                    state=InstanceState.READY,
+                    stage_nodes=stages,
+                    throughput=template.throughput,
+                )
+            )
+    return tuple(found)
+
+
+def _simulate(world: _World, plans: Sequence[AllocationPlan], trace: RequestTrace) -> SimulationResult:
+    from coral_tasks.simulation import PlanEpoch, SimulationOptions, simulate
+    from coral_tasks.tasks.simulating import ProfileTimings, catalog_prices, transfer_timings
+
+    epochs = [PlanEpoch(start_s=k * world.request.epoch_s, plan=plan) for k, plan in enumerate(plans)]
+    options = SimulationOptions(
+        timing=ProfileTimings(setup=world.setup, slowdown=world.request.slowdown),
+        transfer=transfer_timings(world.setup),
+        startup_s=world.request.startup_s,
+        shed_late=True,
+    )
+    return simulate(epochs, trace, prices=catalog_prices(), options=options)
+
+
+def offered_nodes(world: _World) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
+    """Nodes on offer in each epoch, by region and configuration, the same for every planner."""
+    if world.request.availability is not None:
+        return read_offered(world.request.availability, world.request.num_epochs)
+    random = np.random.default_rng([world.request.seed, 7])
+    keys = sorted({(price.region, price.configuration): price.price_usd_per_hour for price in world.prices}.items())
+    cost = np.array([price for _, price in keys])
+    share = 0.25 + random.random(len(keys))
+    supply = world.request.supply or SUPPLY[world.request.case]
+    nodes = supply * cheapest_usd_per_hour(world) * share / share.sum() / cost
+    epochs = []
+    for _ in range(world.request.num_epochs):
+        counts = np.floor(nodes + 0.5).astype(int)
+        epochs.append({key: int(count) for (key, _), count in zip(keys, counts, strict=True)})
+        nodes = nodes * np.exp(random.normal(0.0, _WANDER, len(keys)))
+    return epochs
+
+
+def cheapest_usd_per_hour(world: _World) -> float:
+    """Cost of the demand at the best template's cost per request of each model and phase, nothing rounded."""
+    price: dict[str, float] = {}
+    for row in world.prices:
+        price[row.configuration] = min(row.price_usd_per_hour, price.get(row.configuration, np.inf))
+    total = 0.0
+    shapes = {one.model.id: one.shape for one in world.setup.models}
+    for templates in world.sets:
+        shape = shapes[templates.model]
+        tokens = {"prefill": shape.mean_prompt_tokens, "decode": shape.mean_output_tokens}[templates.phase.value]
+        cost = templates.node_counts @ np.array([price.get(name, np.inf) for name in templates.configurations])
+        total += world.rates[templates.model] * float(np.min(cost * tokens / templates.throughput))
+    return total
+
+
+def read_offered(path: Path, num_epochs: int) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
+    """Availability by epoch (from 0) from a CSV with epoch, region, configuration, available_nodes."""
+    import pandas as pd
+
+    frame = pd.read_csv(path)
+    epochs: list[dict[tuple[RegionId, NodeConfigurationId], int]] = [{} for _ in range(num_epochs)]
+    for row in frame.to_dict("records"):
+        if int(row["epoch"]) < num_epochs:
+            key = RegionId(str(row["region"])), NodeConfigurationId(str(row["configuration"]))
+            epochs[int(row["epoch"])][key] = int(row["available_nodes"])
+    empty = [k for k, rows in enumerate(epochs) if not rows]
+    if empty:
+        raise ValidationFailed([Violation(table=path.name, row=f"epoch {k}", value="", rule="no rows") for k in empty])
+    return epochs
+
+
+def make_trace(request: CompareRequest, setup: Setup, rates: Mapping[str, float]) -> RequestTrace:
+    """One trace of all models over all epochs. Lengths from the traces where there are any."""
+    from coral_tasks.simulation import merge_traces
+
+    duration_s = request.num_epochs * request.epoch_s
+    parts = [
+        _model_trace(request, one, rates[one.model.id], duration_s, seed=k)
+        for k, one in enumerate(setup.models)
+        if rates[one.model.id] > 0
+    ]
+    return merge_traces(parts)
+
+
+def _model_trace(
+    request: CompareRequest, one: SetupModel, rate: float, duration_s: float, *, seed: int
+) -> RequestTrace:
+    from coral_tasks.simulation import poisson_trace, repeat_until, scale_rate
+    from coral_tasks.tasks.demand import TRACE_OF
+    from coral_tasks.tasks.simulating import read_request_trace
+
+    poisson = poisson_trace({one.model.id: (rate, one.shape)}, duration_s=duration_s, seed=request.seed * 1000 + seed)
+    kind = TRACE_OF.get(one.model.id)
+    if request.traces is None or kind is None:
+        return poisson
+    recorded = read_request_trace(trace_file(request.traces, kind), one.model.id)
+    if request.arrivals == "trace":
+        return repeat_until(scale_rate(recorded, requests_per_s=rate), duration_s=duration_s)
+    first = int(np.random.default_rng([request.seed, seed]).integers(len(recorded)))
+    rows: NDArray[np.int64] = (first + np.arange(len(poisson))) % len(recorded)
+    return dataclasses.replace(
+        poisson, prompt_tokens=recorded.prompt_tokens[rows], output_tokens=recorded.output_tokens[rows]
+    )
+
+
+def trace_file(folder: Path, kind: str) -> Path:
+    """The one file in the folder whose name holds ``kind``. Raises ValidationFailed."""
+    found = sorted(path for path in folder.glob(f"*{kind}*") if path.is_file())
+    if len(found) != 1:
+        rule = f"needs exactly one trace whose name holds {kind!r}, found {len(found)}"
+        raise ValidationFailed([Violation(table="traces", row="", value=str(folder), rule=rule)])
+    return found[0]
+
+
+def _notes(request: CompareRequest, setup: Setup) -> tuple[str, ...]:
+    from coral_tasks.tasks.demand import TRACE_OF
+
+    bursty = [one.model.id for one in setup.models if one.model.id not in TRACE_OF]
+    notes = [f"arrivals: {request.arrivals}; seed {request.seed}; headroom {request.headroom:g}"]
+    if request.availability is None:
+        supply = request.supply or SUPPLY[request.case]
+        notes.append(
+            f"availability is made up (no cluster trace at hand): nodes worth {supply:g} times the cheapest plan, "
+            "spread unevenly over regions and configurations, wandering by 20 % an epoch"
+        )
+    if request.traces is None:
+        notes.append("no traces given: lengths are log-normal with the catalogue's mean and p95")
+    elif bursty:
+        notes.append(f"BurstGPT is not at hand: lengths of {', '.join(bursty)} are log-normal with its stated means")
+    if request.case in ("large-heavy", "small-heavy"):
+        notes.append("demand mix: same total, weights from 0.5 to 1.5 by checkpoint size (the paper's are not known)")
+    notes.append("late requests are shed: TTFT passed while they waited")
+    return tuple(notes)
+
+
+def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+    """Plain values: planners with cost, goodput, attainment; ratios beside the paper's; solve_seconds of Coral."""
+    paper = PAPER_FIGURES.get((comparison.request.setup, comparison.request.case), {})
+    return {
+        "setup": comparison.request.setup,
+        "case": comparison.request.case,
+        "seed": comparison.request.seed,
+        "solve_seconds": list(comparison.coral.solve_seconds),
+        "demand_requests_per_s": dict(comparison.demand_requests_per_s),
+        "planners": [_outcome_json(outcome) for outcome in comparison.outcomes],
+        "baselines": [
+            _ratio_json(comparison.coral, outcome, paper.get(outcome.name.removesuffix("-whole"), PaperFigure()))
+            for outcome in comparison.outcomes[1:]
+        ],
+        "notes": list(comparison.notes),
+    }
+
+
+def _outcome_json(outcome: PlannerOutcome) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": outcome.name,
+        "usd_per_hour": outcome.usd_per_hour,
+        "planned_usd_per_hour": outcome.planned_usd_per_hour,
+        "gap": max(plan.certificate.gap for plan in outcome.plans),
+        "shortfall_requests_per_s": outcome.shortfall_requests_per_s,
+        "solve_seconds": list(outcome.solve_seconds),
+        "num_instances": [sum(one.count for one in plan.instances) for plan in outcome.plans],
+    }
+    result = outcome.result
+    if result is not None:
+        row |= {
+            "goodput_requests_per_s": result.goodput_requests_per_s,
+            "goodput_tokens_per_s": result.goodput_tokens_per_s,
+            "attainment": result.attainment,
+            "statement": result.statement,
+            "models": {
+                one.model: {
+                    "attainment": one.attainment,
+                    "ttft_attainment": one.ttft_attainment,
+                    "tpot_attainment": one.tpot_attainment,
+                    "ttft_p99_s": one.ttft.p99_s,
+                    "tpot_p99_s": one.tpot.p99_s,
+                    "goodput_requests_per_s": one.goodput_requests_per_s,
+                    "outcomes": dict(one.num_by_outcome),
+                }
+                for one in result.models
+            },
+        }
+    return row
+
+
+def _ratio_json(coral: PlannerOutcome, other: PlannerOutcome, paper: PaperFigure) -> dict[str, Any]:
+    goodput = None
+    if coral.result is not None and other.result is not None and other.result.goodput_requests_per_s > 0:
+        goodput = coral.result.goodput_requests_per_s / other.result.goodput_requests_per_s
+    return {
+        "name": other.name,
+        "cost_ratio": other.usd_per_hour / coral.usd_per_hour if coral.usd_per_hour > 0 else None,
+        "goodput_ratio": goodput,
+        "paper_cost_ratio": paper.cost_ratio,
+        "paper_goodput_ratio": paper.goodput_ratio,
+    }
