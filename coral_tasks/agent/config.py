@@ -26,7 +26,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How real vLLM servers are started on this node.
 
     ``python``: interpreter of the environment that holds vLLM. ``arguments``: appended as they stand, last, so that
-    they win. ``kv_connector``: of prefill and decode instances.
+    they win. ``kv_connector``: of prefill and decode instances. ``colocate``: if all nodes of an instance belong to
+    this agent (one machine cut into several logical nodes), its head runs all stages in one server.
     """
 
     python: str = "python"
@@ -34,6 +35,7 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     environment: dict[str, str] = {}
     kv_connector: str = "NixlConnector"
     gpu_memory_utilization: float | None = None
+    colocate: bool = False
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,7 +41,11 @@ def build_launch(config: AgentConfig, slot: Slot) -> Launch:
         raise EngineFault(f"slot {slot.node} has no instance")
     port = config.engine_port(slot.node)
     if config.engine == "vllm":
-        return vllm_launch(spec, config.vllm, host=config.engine_host, port=port, advertise=config.advertise)
+        own = {str(node.id) for node in config.nodes}
+        together = config.vllm.colocate and own.issuperset(spec.nodes)
+        return vllm_launch(
+            spec, config.vllm, host=config.engine_host, port=port, advertise=config.advertise, together=together
+        )
     return simulated_launch(
         spec, host=config.engine_host, port=port, advertise=config.advertise, time_scale=config.time_scale
     )
@@ -60,16 +64,20 @@ def simulated_launch(spec: StartSpec, *, host: str, port: int, advertise: str, t
     return Launch(argv=tuple(argv), environment={}, endpoint=f"http://{advertise}:{port}")
 
 
-def vllm_launch(spec: StartSpec, config: VllmConfig, *, host: str, port: int, advertise: str) -> Launch:
-    """A vLLM server, or the headless part of one.
+def vllm_launch(
+    spec: StartSpec, config: VllmConfig, *, host: str, port: int, advertise: str, together: bool = False
+) -> Launch:
+    """A vLLM server, or the headless part of one. ``together``: the head runs all stages, others need no process.
 
     Raises EngineFault for what stock vLLM cannot do: several nodes in one stage.
     """
     if any(len(stage.nodes) != 1 for stage in spec.stages):
         raise EngineFault(f"{spec.instance}: stock vLLM runs one node per stage; the template needs the hybrid runtime")
+    if together and spec.rank != 0:
+        return Launch(argv=(), environment={}, endpoint="")
     argv = [config.python, "-m", "vllm.entrypoints.cli.main", "serve", spec.model_name]
     argv += ["--served-model-name", spec.model, "--tensor-parallel-size", str(spec.tp_degree)]
-    argv += _pipeline_arguments(spec)
+    argv += _pipeline_arguments(spec, together=together)
     if spec.rank == 0:
         argv += ["--host", host, "--port", str(port)]
     if spec.phase in _KV_ROLE:
@@ -83,13 +91,15 @@ def vllm_launch(spec: StartSpec, config: VllmConfig, *, host: str, port: int, ad
     return Launch(argv=(*argv, *config.arguments), environment=environment, endpoint=endpoint)
 
 
-def _pipeline_arguments(spec: StartSpec) -> list[str]:
+def _pipeline_arguments(spec: StartSpec, *, together: bool) -> list[str]:
     """Pipeline over nodes: one stage per node; all but the head run headless and meet at the master address."""
     num_nodes = len(spec.stages)
     if num_nodes == 1:
         return []
-    arguments = ["--pipeline-parallel-size", str(num_nodes), "--nnodes", str(num_nodes)]
-    arguments += ["--node-rank", str(spec.rank)]
+    arguments = ["--pipeline-parallel-size", str(num_nodes)]
+    if together:
+        return arguments
+    arguments += ["--nnodes", str(num_nodes), "--node-rank", str(spec.rank)]
     arguments += ["--master-addr", spec.master_address, "--master-port", str(spec.master_port)]
     return arguments + (["--headless"] if spec.rank else [])
 

@@ -48,6 +48,7 @@ class Journal:
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
+            os.close(self._lock)
             raise StorageFault(f"journal in {folder}: {error}") from error
 
     def __enter__(self) -> Self:

@@ -124,7 +124,8 @@ class AgentServer:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        alive = self.supervisor.adopt()
+        slots = self.machine.slots.values()
+        alive = self.supervisor.adopt() | {slot.launch for slot in slots if self._needs_no_process(slot)}
         self.feed(Booted(alive=alive, now_s=time.monotonic()))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._receive())
@@ -282,7 +283,7 @@ class AgentServer:
     def _look_at(self, slot: Slot, now_s: float) -> None:
         if not slot.launch:
             return
-        if self._is_follower_without_process(slot):
+        if self._needs_no_process(slot):
             self._look_at_follower(slot, now_s)
             return
         how = self.supervisor.exit_of(slot.launch)
@@ -291,11 +292,17 @@ class AgentServer:
         elif slot.state in _CHECKED and slot.launch not in self._checking:
             self._check(slot, now_s)
 
-    def _is_follower_without_process(self, slot: Slot) -> bool:
-        return self.config.engine == "simulated" and slot.spec is not None and slot.spec.rank != 0 and not slot.job
+    def _needs_no_process(self, slot: Slot) -> bool:
+        """Whether the slot is a follower whose head does all the work, see ``engines``."""
+        if not slot.launch or slot.job or slot.spec is None or slot.spec.rank == 0:
+            return False
+        try:
+            return not build_launch(self.config, slot).argv
+        except EngineFault:
+            return False
 
     def _look_at_follower(self, slot: Slot, now_s: float) -> None:
-        """A simulated follower is its slot: healthy and idle at once, gone as soon as it is to go."""
+        """Such a follower is its slot: healthy and idle at once, gone as soon as it is to go."""
         if slot.doomed:
             self.feed(EngineExited(node=slot.node, launch=slot.launch, detail="", now_s=now_s))
         else:
