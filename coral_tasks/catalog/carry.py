@@ -40,6 +40,7 @@ a3-highgpu-8g in us-central1 this gives 87.83, beside 88.49 in a public price fi
 
 # hub name -> id, attention, latent_dim, tied, dense layers, shared experts, dense and expert bytes per parameter,
 # checkpoint GB (None: parameters x bytes). MXFP4: 4-bit values and one 8-bit scale per 32 (OCP MX), 0.53125 bytes.
+TINY = "a toy of the project's own for machines without GPU: 8 layers and 1.4 million parameters"
 MODEL_EXTRAS: dict[str, tuple[str, str, str, str, int, int, float, float, float | None]] = {
     "microsoft/phi-4": ("phi-4-14b", "full", "", "false", 0, 0, 2, 2, None),
     "openai/gpt-oss-20b": ("gpt-oss-20b", "sliding_full", "", "false", 0, 0, 2, 0.53125, 12.8 * 1.073741824),
@@ -56,6 +57,7 @@ MODEL_EXTRAS: dict[str, tuple[str, str, str, str, int, int, float, float, float 
     "Qwen/Qwen2.5-Coder-32B-Instruct": ("qwen2.5-coder-32b", "full", "", "false", 0, 0, 2, 2, None),
 }
 EXTRA_MODELS = (
+    f"tiny,coral/tiny,8,128,2,2,64,256,512,false,,,,,,full,,,0.001441792,0.001441792,2,2,2,0.002883584,4096,{TINY}",
     (
         "llama1-30b,huggyllama/llama-30b,60,6656,52,52,128,17920,32000,false,,,,,,full,,,32.53,32.53,2,2,2,65.06,2048,"
         "LLaMA (arXiv 2302.13971) table 2; parameters recomputed from the dimensions; for validation against Helix"
@@ -80,6 +82,7 @@ def carry(collected: Path, target: Path = DATA_FOLDER) -> None:
     prices = [
         *price_rows(listed_aws(_rows(collected / "aws_gpu_prices.csv")), machines),
         *price_rows(listed_gcp(_rows(collected / "gcp_gpu_prices.csv")), machines),
+        ["local/here", "cpu", "on_demand", 0.1, "cpu", PriceRule.NOMINAL.value, "a machine of one's own; any figure"],
     ]
     _write(target / "node_prices.csv", PRICE_COLUMNS, sorted(prices))
 

@@ -26,13 +26,15 @@ class PriceRule(StrEnum):
     LISTED: the provider sells this machine in this region. INTERPOLATED: no such size; USD per GPU between the
     next smaller and next larger size, linear in log2 of the count. NEAREST_SIZE: no such size and only larger or only
     smaller ones; their USD per GPU. NEIGHBOUR_REGION: the collected figure of this region is unusable (SOURCES.md);
-    that of the provider's nearest region with a usable one.
+    that of the provider's nearest region with a usable one. NOMINAL: a machine that nobody rents out; an arbitrary
+    figure, so that a plan over it has a cost.
     """
 
     LISTED = "listed"
     INTERPOLATED = "interpolated_per_gpu"
     NEAREST_SIZE = "nearest_size_per_gpu"
     NEIGHBOUR_REGION = "neighbour_region"
+    NOMINAL = "nominal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

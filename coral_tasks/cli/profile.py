@@ -119,9 +119,10 @@ def _print_validation(report: dict[str, Any]) -> None:
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Option(help="Model of the catalogue.")],
-    configuration: Annotated[str, typer.Option(help="Node configuration that this machine is; cpu without GPU.")],
     out: Annotated[Path, typer.Option(help="Parquet file for the rows.")],
+    model: Annotated[str, typer.Option(help="Model of the catalogue.")] = "",
+    configuration: Annotated[str, typer.Option(help="Node configuration that this machine is; cpu without GPU.")] = "",
+    request: Annotated[Path | None, typer.Option(help="JSON file with model, configuration and options.")] = None,
     interpreter: Annotated[Path, typer.Option(help="Python of the environment with vLLM.")] = Path(
         ".venv-vllm/bin/python"
     ),
@@ -132,8 +133,14 @@ def run(
     timeout_s: Annotated[float, typer.Option(help="Limit of one engine, its start included.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Profile this machine with real vLLM (dummy weights, truncated layer counts)."""
+    """Profile this machine with real vLLM (dummy weights, truncated layer counts).
+
+    A node agent runs this for its PROFILE command: `coral profile run --request {request} --out {output}`.
+    """
     from coral_tasks.tasks import profiling as tasks
+
+    if (request is None) == (not model or not configuration):
+        raise typer.BadParameter("needs either --model and --configuration, or --request")
 
     options = {
         "layer_counts": _numbers("layers", layers),
@@ -142,6 +149,8 @@ def run(
         "repeats": repeats,
         "timeout_s": timeout_s,
     }
+    if request is not None:
+        model, configuration, options = tasks.read_request(request)
     result = tasks.run_measurement(model, configuration, interpreter=interpreter, out=out, options=options)
     if as_json:
         _print_json(result)

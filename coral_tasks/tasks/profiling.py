@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coral_tasks.domain.content import content_digest
-from coral_tasks.domain.errors import StorageFault
-from coral_tasks.domain.models import LatencySlo, RequestShape
-from coral_tasks.domain.names import ModelId, NodeConfigurationId, Phase
-from coral_tasks.domain.profiles import ProfileSource, ProfileTable
+from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
+from coral_tasks.domain.profiles import ProfileTable
 
 if TYPE_CHECKING:
     from coral_tasks.profiling import BuildReport
@@ -95,77 +93,25 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, table: ProfileTable) -> None:
-    """One profile table as a file of the profile contract."""
-    from data_contracts.profiles import SCHEMA_VERSION, write_profile
+    """One profile table as a file of the contract ``profile_cells``; beside ``path`` first, then renamed."""
+    from coral_tasks.storage.profile_files import profile_to_parquet
 
-    count, layers = len(table.configurations), table.num_layers
-    each = range(count)
-
-    def spread(values: Sequence[Any]) -> list[Any]:
-        return [value for value in values for _ in range(layers)]
-
-    flat = table.throughput.reshape(count * layers, -1)
-    marked = table.extrapolated
-    columns = {
-        "model": [table.model] * (count * layers),
-        "phase": [table.phase.value] * (count * layers),
-        "configuration": spread(table.configurations),
-        "num_layers": [j for _ in each for j in range(1, layers + 1)],
-        "tp_degree": spread(table.tp_degree),
-        "node_memory_bytes": spread(table.node_memory_bytes),
-        "source": spread([source.value for source in table.sources]),
-        "provenance": spread(table.provenance),
-        "throughput": list(flat),
-        "limited_by": list(table.limited_by.reshape(count * layers, -1)),
-        "extrapolated": list(marked.reshape(flat.shape))
-        if marked is not None
-        else [[False] * flat.shape[1]] * len(flat),
-    }
-    about = {
-        "schema_version": SCHEMA_VERSION,
-        "version": table.version,
-        "model": table.model,
-        "phase": table.phase.value,
-        "num_layers": layers,
-        "checkpoint_bytes": table.checkpoint_bytes,
-        "slo": asdict(table.slo),
-        "shape": asdict(table.shape),
-    }
-    write_profile(path, columns, about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(profile_to_parquet(table))
+    temporary.replace(path)
 
 
 def read_table(path: Path) -> ProfileTable:
-    """The table in a file of the profile contract. Raises StorageFault if the file is not one, whole and consistent."""
-    import numpy as np
-
-    from coral_tasks.domain.errors import ValidationFailed
-    from data_contracts.profiles import read_profile
+    """The table in such a file. Raises StorageFault if the file is not one, whole and consistent."""
+    from coral_tasks.storage.profile_files import profile_from_parquet
 
     try:
-        columns, about = read_profile(path)
-        layers = int(about["num_layers"])
-        first = range(0, len(columns["model"]), layers)
-        shape = (len(first), layers, -1)
-        return ProfileTable(
-            model=ModelId(about["model"]),
-            num_layers=layers,
-            checkpoint_bytes=about["checkpoint_bytes"],
-            phase=Phase(about["phase"]),
-            slo=LatencySlo(**about["slo"]),
-            shape=RequestShape(**about["shape"]),
-            configurations=tuple(NodeConfigurationId(columns["configuration"][i]) for i in first),
-            node_memory_bytes=tuple(columns["node_memory_bytes"][i] for i in first),
-            tp_degree=tuple(columns["tp_degree"][i] for i in first),
-            throughput=np.asarray(columns["throughput"], dtype=np.float64).reshape(shape),
-            limited_by=np.asarray(columns["limited_by"], dtype=np.uint8).reshape(shape),
-            extrapolated=np.asarray(columns["extrapolated"], dtype=bool).reshape(shape),
-            sources=tuple(ProfileSource(columns["source"][i]) for i in first),
-            provenance=tuple(columns["provenance"][i] for i in first),
-            version=about["version"],
-        )
-    except (ValueError, KeyError, TypeError, ValidationFailed) as error:
+        data = path.read_bytes()
+    except OSError as error:
         message = f"profile table {path} cannot be read: {error}"
         raise StorageFault(message) from error
+    return profile_from_parquet(data, str(path))
 
 
 def read_profiles(home: Path) -> tuple[ProfileTable, ...]:
@@ -236,6 +182,52 @@ def validate_profiles(points: Path | None, out: Path | None) -> dict[str, Any]:
             message = f"the report cannot be written to {out}: {error}"
             raise StorageFault(message) from error
     return report
+
+
+REQUEST_LISTS = ("layer_counts", "sequences", "tokens")
+REQUEST_NUMBERS = ("warmup", "repeats", "decode_steps", "gpu_memory_fraction", "timeout_s", "eager")
+
+
+def read_request(path: Path) -> tuple[str, str, dict[str, Any]]:
+    """Model, configuration and options of a profiling request (JSON object). Raises ValidationFailed, StorageFault."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"profiling request {path} cannot be read: {error}"
+        raise StorageFault(message) from error
+    except ValueError as error:
+        raise ValidationFailed([Violation(table=path.name, row="", value=str(error), rule="must be JSON")]) from error
+    if not isinstance(value, dict):
+        raise ValidationFailed([Violation(table=path.name, row="", value=repr(value), rule="must be a JSON object")])
+    violations = [_request_violation(path.name, key, item) for key, item in value.items()]
+    violations += [
+        Violation(table=path.name, row=key, value="", rule=f"{key} is missing")
+        for key in ("model", "configuration")
+        if key not in value
+    ]
+    found = [violation for violation in violations if violation is not None]
+    if found:
+        raise ValidationFailed(found)
+    options = {
+        key: tuple(item) if key in REQUEST_LISTS else item
+        for key, item in value.items()
+        if key not in ("model", "configuration")
+    }
+    return value["model"], value["configuration"], options
+
+
+def _request_violation(table: str, key: str, item: object) -> Violation | None:
+    if key in ("model", "configuration"):
+        rule = "" if isinstance(item, str) else "must be a text"
+    elif key in REQUEST_LISTS:
+        whole = isinstance(item, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in item)
+        rule = "" if whole else "must be a list of whole numbers"
+    elif key in REQUEST_NUMBERS:
+        rule = "" if isinstance(item, int | float) else "must be a number"
+    else:
+        known = ("model", "configuration", *REQUEST_LISTS, *REQUEST_NUMBERS)
+        rule = f"unknown key; known: {', '.join(sorted(known))}"
+    return Violation(table=table, row=key, value=repr(item), rule=rule) if rule else None
 
 
 def run_measurement(
