@@ -92,6 +92,9 @@ class _Join:
             "availability row", [(row.region, row.configuration, row.market) for row in self.availability]
         )
         self.checks.unique("template set", [(one.model, one.phase) for one in self.sets])
+        for name in self.configurations:
+            rule = "configuration names end in x and the number of GPUs"
+            self.checks.require(name.rpartition("x")[2].isdigit(), rule, name)
         self.checks.require(bool(self.demand), "demand has no rows; zero demand must be stated")
         with_templates = {one.model for one in self.sets if len(one)}
         for model in self.models:
@@ -169,7 +172,7 @@ class _Join:
             regions=tuple(regions),
             configurations=tuple(self.configurations),
             zones=tuple(zones),
-            num_gpus=np.array([self._gpus(name) for name in self.configurations], dtype=np.int64),
+            num_gpus=np.array([int(name.rpartition("x")[2]) for name in self.configurations], dtype=np.int64),
             demand_requests_per_s=demand,
             required_requests_per_s=demand / self.options.headroom,
             prompt_tokens=prompt,
@@ -183,11 +186,6 @@ class _Join:
             excluded=tuple(excluded),
             notes=tuple(self.notes),
         )
-
-    def _gpus(self, name: NodeConfigurationId) -> int:
-        digits = name.rpartition("x")[2]
-        self.checks.require(digits.isdigit(), "configuration names end in x and the number of GPUs", name)
-        return int(digits) if digits.isdigit() else 0
 
     def _zones(self) -> tuple[list[Zone], list[RegionId]]:
         pairs = {(row.region, row.market) for row in self.prices}

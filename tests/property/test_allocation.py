@@ -1,0 +1,202 @@
+"""Properties of the allocation: optimal and feasible on random problems, monotone, indifferent to order and names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from coral_tasks.allocation.check import check_counts
+from coral_tasks.allocation.instances import plain_templates
+from coral_tasks.allocation.options import AllocationOptions, GpuCap, ModelRules, PhaseCoupling
+from coral_tasks.allocation.problem import AllocationProblem, Running, Zone
+from coral_tasks.allocation.solve import solve_counts, solve_plain
+from coral_tasks.domain.errors import Infeasible
+from coral_tasks.domain.names import Market
+
+
+@st.composite
+def problems(draw, *, weighted=True, options=False) -> AllocationProblem:
+    """A small problem: up to 3 models, 2 regions, 3 configurations, 9 templates, some of them running."""
+    M, R, C = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    T = draw(st.integers(1, 9))
+
+    def many(count, values):
+        return np.array(draw(st.lists(values, min_size=count, max_size=count)))
+
+    markets = (Market.ON_DEMAND, Market.SPOT) if options and draw(st.booleans()) else (Market.ON_DEMAND,)
+    zones = tuple(Zone(region=r, market=market) for r in range(R) for market in markets)
+    Z = len(zones)
+    nodes = many(T * C, st.integers(0, 2)).reshape(T, C).astype(np.int16)
+    nodes[nodes.sum(axis=1) == 0, 0] = 1
+    demand = many(M, st.sampled_from([0.0, 0.5, 2.0, 7.3]))
+    running = sorted(
+        {(draw(st.integers(0, T - 1)), draw(st.integers(0, Z - 1))) for _ in range(draw(st.integers(0, 3)))}
+    )
+    table = np.array([(t, z, 1 + (t + z) % 3) for t, z in running], dtype=np.int64).reshape(-1, 3)
+    weights = many(M, st.sampled_from([np.inf, 5.0, 100.0, 1e4])) if weighted else None
+    models = tuple(f"m{k}" for k in range(M))
+    configurations = tuple(f"G{k}x{1 + k}" for k in range(C))
+    return AllocationProblem(
+        library_version="random",
+        models=models,
+        regions=tuple(f"r{k}" for k in range(R)),
+        configurations=configurations,
+        zones=zones,
+        num_gpus=np.arange(1, C + 1),
+        demand_requests_per_s=demand,
+        required_requests_per_s=demand,
+        prompt_tokens=many(M, st.sampled_from([10.0, 100.0])),
+        output_tokens=many(M, st.sampled_from([0.0, 5.0, 20.0])),
+        price_usd_per_hour=many(Z * C, st.sampled_from([0.0, 0.7, 1.0, 3.1, 9.0])).reshape(Z, C),
+        available_nodes=many(Z * C, st.sampled_from([0, 1, 2, 3, 8])).reshape(Z, C),
+        templates=plain_templates(
+            model=many(T, st.integers(0, M - 1)).astype(np.int32),
+            phase=many(T, st.integers(0, 2)).astype(np.int8),
+            nodes=nodes,
+            throughput=many(T, st.sampled_from([0.4, 1.7, 12.0, 35.0, 290.0])),
+        ),
+        running=Running(template=table[:, 0], zone=table[:, 1], count=table[:, 2]),
+        options=draw(_options(models))
+        if options
+        else AllocationOptions(
+            startup_factor=draw(st.sampled_from([0.0, 0.1, 1.0])),
+            phase_coupling=draw(st.sampled_from(list(PhaseCoupling))),
+        ),
+        shortfall_weight=weights,
+    )
+
+
+def _options(models):
+    rules = st.builds(
+        ModelRules,
+        model=st.just(models[0]),
+        priority=st.integers(0, 1),
+        floor_share=st.sampled_from([0.0, 0.5]),
+        share=st.sampled_from([1.0, 3.0]),
+        min_instances=st.integers(0, 2),
+        max_instances=st.sampled_from([None, 2, 5]),
+        allowed_regions=st.sampled_from([None, ("r0",)]),
+        max_spot_share=st.sampled_from([1.0, 0.5, 0.0]),
+    )
+    return st.builds(
+        AllocationOptions,
+        startup_factor=st.sampled_from([0.0, 0.4]),
+        model_rules=st.tuples(rules),
+        gpu_caps=st.sampled_from([(), (GpuCap(max_gpus=4),), (GpuCap(max_gpus=2, gpu_type="G0"),)]),
+        budget_usd_per_hour=st.sampled_from([None, 6.0]),
+        max_started_instances=st.sampled_from([None, 2]),
+    )
+
+
+def best(problem: AllocationProblem) -> float:
+    """The proved optimum of the fast solver; infinite where there is none."""
+    try:
+        solved = solve_counts(problem, time_limit_s=30.0, gap=1e-9)
+    except Infeasible:
+        return np.inf
+    report = check_counts(problem, solved.counts)
+    assert report.ok
+    assert report.objective == pytest.approx(solved.objective, rel=1e-9, abs=1e-9)
+    assert solved.bound <= solved.objective + 1e-9
+    return solved.objective
+
+
+@given(problems())
+def test_equal_to_the_plain_program(problem):
+    """The optimum is that of the whole program in HiGHS, and the bound is not above it."""
+    fast = best(problem)
+    try:
+        plain = solve_plain(problem, time_limit_s=30.0).objective
+    except Infeasible:
+        plain = np.inf
+    assert fast == pytest.approx(plain, rel=1e-6, abs=1e-6)
+
+
+@given(problems(weighted=False, options=True))
+def test_every_option_leaves_a_checked_plan(problem):
+    """With any options there is a plan that passes the check and keeps every hard rule."""
+    solved = solve_counts(problem, time_limit_s=30.0, gap=1e-6)
+    assert check_counts(problem, solved.counts).ok
+    assert solved.bound <= solved.objective + 1e-9
+
+
+@given(problems(weighted=False, options=True), st.integers(0, 2**32 - 1))
+def test_no_random_plan_beats_the_optimum(problem, seed):
+    """No plan drawn at random that serves as much by model is cheaper, where shortage was proved."""
+    solved = solve_counts(problem, time_limit_s=30.0, gap=1e-9)
+    ours = check_counts(problem, solved.counts)
+    assume(solved.shortage_proved and not any(ours.missing_minimum))
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        rows = rng.integers(0, len(problem.templates), 4)
+        zones = rng.integers(0, len(problem.zones), 4)
+        other = {(int(t), int(z)): int(n) for t, z, n in zip(rows, zones, rng.integers(0, 4, 4), strict=True)}
+        from coral_tasks.allocation.counts import counts_from_dict
+
+        report = check_counts(problem, counts_from_dict(other))
+        if report.ok and not any(report.missing_minimum) and not any(report.shortfall):
+            # a plan that serves everything: then ours serves everything, and is not dearer
+            assert not any(ours.shortfall)
+            assert ours.cost + ours.startup <= report.cost + report.startup + 1e-6
+
+
+@given(problems(), st.integers(0, 2))
+def test_less_supply_is_never_cheaper(problem, take):
+    """Cost does not fall when supply shrinks."""
+    less = replace(problem, available_nodes=np.maximum(problem.available_nodes - take, 0))
+    fewer = best(less)
+    assert fewer >= best(problem) - 1e-6 * max(1.0, abs(fewer) if np.isfinite(fewer) else 1.0)
+
+
+@given(problems(), st.sampled_from([1.0, 1.3, 2.0]))
+def test_more_demand_is_never_cheaper(problem, factor):
+    """Cost does not fall when demand grows."""
+    more = replace(
+        problem,
+        demand_requests_per_s=problem.demand_requests_per_s * factor,
+        required_requests_per_s=problem.required_requests_per_s * factor,
+    )
+    dearer = best(more)
+    assert dearer >= best(problem) - 1e-6 * max(1.0, abs(dearer) if np.isfinite(dearer) else 1.0)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_order_of_templates_does_not_matter(problem, random):
+    """Templates in another order give the same cost."""
+    order = list(range(len(problem.templates)))
+    random.shuffle(order)
+    place = np.argsort(order)
+    old = problem.templates
+    mixed = replace(
+        problem,
+        templates=plain_templates(
+            model=old.model[order], phase=old.phase[order], nodes=old.nodes[order], throughput=old.throughput[order]
+        ),
+        running=replace(problem.running, template=place[problem.running.template]),
+    )
+    assert best(mixed) == pytest.approx(best(problem), rel=1e-6, abs=1e-6)
+
+
+@given(problems())
+def test_names_do_not_matter(problem):
+    """Other names give the same cost."""
+    renamed = replace(problem, models=tuple(f"z{name}" for name in problem.models[::-1]))
+    assert best(renamed) == pytest.approx(best(problem), rel=1e-6, abs=1e-6)
+
+
+@given(problems(weighted=False))
+def test_a_second_run_changes_nothing(problem):
+    """What was planned runs: the next run keeps exactly that where it was proved optimal (no flapping)."""
+    first = solve_counts(problem, time_limit_s=30.0, gap=1e-9)
+    assume(first.gap <= 1e-9)
+    running = Running(template=first.counts.template, zone=first.counts.zone, count=first.counts.count)
+    second = solve_counts(replace(problem, running=running), time_limit_s=30.0, gap=1e-9)
+    if problem.options.startup_factor == 0:
+        assert second.counts.as_dict() == first.counts.as_dict()
+    else:
+        report = check_counts(replace(problem, running=running), second.counts)
+        assert report.cost + report.startup <= check_counts(problem, first.counts).cost + 1e-6
