@@ -18,6 +18,7 @@ import csv
 import gzip
 import io
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -85,18 +86,28 @@ class DayRow:
     source: str
 
 
+def is_trace(path: Path) -> bool:
+    """Whether the file's first line is a trace's. Raises StorageFault if it cannot be read."""
+    return _text(path).lstrip().startswith("TIMESTAMP,")
+
+
+def _text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+        # a Parquet file is no text: its bytes only have to be told from a trace's
+        errors = "replace" if data.startswith(b"PAR1") else "strict"
+        return (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig", errors)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        message = f"{path} cannot be read: {error}"
+        raise StorageFault(message) from error
+
+
 def read_trace(path: Path) -> RequestTrace:
     """Read an Azure LLM inference trace (CSV, maybe gzip): TIMESTAMP, ContextTokens, GeneratedTokens.
 
     Times are taken as UTC. Raises StorageFault (unreadable) or ValidationFailed (every bad row).
     """
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        message = f"trace {path} cannot be read: {error}"
-        raise StorageFault(message) from error
-    rows = list(csv.reader(io.StringIO(text, newline="")))
+    rows = list(csv.reader(io.StringIO(_text(path), newline="")))
     return _trace(path.name.removesuffix(".gz").removesuffix(".csv"), rows)
 
 

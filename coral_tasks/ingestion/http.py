@@ -1,0 +1,133 @@
+"""One HTTP GET that ends: deadline on the whole answer, size limit, retries with back-off on 429 and 5xx.
+
+Owns transport faults: everything that is not a whole 2xx answer becomes SourceFault with the address and the reason.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coral_tasks.domain.errors import SourceFault
+
+RETRY_STATUS: Final = frozenset({408, 429, 500, 502, 503, 504})
+MAX_BYTES: Final = 64 * 1024 * 1024
+_CHUNK: Final = 65_536
+
+
+class _Again(Exception):
+    """The try failed in a way that a later try may not; ``wait_s``: what the server asked for, if it did."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        self.reason, self.wait_s = reason, wait_s
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Seconds for one try and for all together; tries in all; first pause, doubled after each try."""
+
+    try_s: float = 10.0
+    total_s: float = 30.0
+    tries: int = 3
+    first_pause_s: float = 0.5
+
+
+def get_json(
+    base: str,
+    path: str,
+    query: Mapping[str, str],
+    limits: HttpLimits,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Any:
+    """GET ``base`` + ``path`` and read JSON. Raises SourceFault."""
+    url = f"{base.rstrip('/')}{path}?{urllib.parse.urlencode(query)}"
+    if not url.startswith(("http://", "https://")):
+        message = f"{base}: only http and https addresses are read"
+        raise SourceFault(message)
+    end = clock() + limits.total_s
+    pause = limits.first_pause_s
+    reason = ""
+    for number in range(1, limits.tries + 1):
+        try:
+            body = _get(url, min(limits.try_s, end - clock()), clock)
+            return _parse(base, path, body)
+        except _Again as again:
+            reason = again.reason
+            wait = pause if again.wait_s is None else again.wait_s
+            if number == limits.tries or clock() + wait >= end:
+                break
+            sleep(wait)
+            pause *= 2
+    message = f"{base}{path}: {reason} (tried {number} times)"
+    raise SourceFault(message)
+
+
+def _parse(base: str, path: str, body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        message = f"{base}{path}: the answer is not whole JSON: {error}"
+        raise SourceFault(message) from error
+
+
+def _get(url: str, seconds: float, clock: Callable[[], float]) -> bytes:
+    if seconds <= 0:
+        raise _Again("no answer in time")
+    request = urllib.request.Request(url, headers={"Accept": "application/json"})  # noqa: S310  scheme checked
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
+            return _read(answer, clock() + seconds, clock)
+    except urllib.error.HTTPError as error:
+        with error:
+            return _refused(error)
+    except http.client.HTTPException as error:
+        raise _Again(f"the answer was cut off ({type(error).__name__})") from error
+    except TimeoutError as error:
+        raise _Again(f"no answer within {seconds:.3g} s") from error
+    except OSError as error:
+        raise _Again(f"not reachable ({error})") from error
+
+
+def _read(answer: Any, end: float, clock: Callable[[], float]) -> bytes:
+    """Read to the end, with a deadline for the whole (a socket's time limit is per packet) and a size limit."""
+    parts: list[bytes] = []
+    total = 0
+    while chunk := answer.read1(_CHUNK):
+        parts.append(chunk)
+        total += len(chunk)
+        if clock() > end:
+            raise _Again("the answer dripped in too slowly")
+        if total > MAX_BYTES:
+            message = f"{answer.url}: the answer is larger than {MAX_BYTES} bytes"
+            raise SourceFault(message)
+    expected = answer.headers.get("Content-Length")
+    if expected is not None and total < int(expected):
+        raise _Again(f"the answer was cut off after {total} of {expected} bytes")
+    return b"".join(parts)
+
+
+def _refused(error: urllib.error.HTTPError) -> bytes:
+    if error.code in RETRY_STATUS:
+        raise _Again(f"HTTP {error.code} {error.reason}", _retry_after(error.headers.get("Retry-After")))
+    detail = error.read(500).decode(errors="replace").strip()
+    message = f"{error.url}: HTTP {error.code} {error.reason}: {detail}"
+    raise SourceFault(message)
+
+
+def _retry_after(text: str | None) -> float | None:
+    """Seconds that the server asks for; a date, or nonsense, counts as not asked."""
+    try:
+        wait = float(text) if text else None
+    except ValueError:
+        return None
+    return wait if wait is not None and 0 <= wait < 3600 else None

@@ -1,0 +1,82 @@
+"""What ``coral forecast`` does: back-tests on a trace or on demand history, and the price watch's file side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coral_tasks.domain.errors import StorageFault, ValidationFailed
+from coral_tasks.domain.market import NodePrice
+from coral_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    from coral_tasks.ingestion.forecast import BacktestRow, ForecastSettings
+    from coral_tasks.ingestion.price_watch import WatchResult, WatchSettings
+
+
+def backtest_trace(
+    path: Path, interval_s: float, settings: ForecastSettings, warmup: int = 1
+) -> tuple[BacktestRow, ...]:
+    """Every method on the rates of a request trace. Raises StorageFault or ValidationFailed."""
+    from coral_tasks.ingestion.forecast import Method, backtest, trace_rates
+    from coral_tasks.ingestion.trace_demand import read_trace
+
+    trace = read_trace(path)
+    rates = trace_rates(trace.offset_s, interval_s)
+    return tuple(backtest(trace.name, rates, replace(settings, method=method), warmup=warmup) for method in Method)
+
+
+def backtest_file(path: Path, settings: ForecastSettings, warmup: int = 1) -> tuple[BacktestRow, ...]:
+    """Every method on every series of a demand file (contract ``demand``). Raises ValidationFailed."""
+    from coral_tasks.ingestion.forecast import Method, backtest, rate_series
+    from coral_tasks.ingestion.rows import demand_rows
+    from coral_tasks.tasks.inputs import utc_now, violations_of
+    from data_contracts.contract import GateContext
+    from data_contracts.files import read_file
+    from data_contracts.gate import check_table
+    from data_contracts.registry import contract_of
+
+    outcome = check_table(contract_of("demand"), read_file(path), GateContext(now=utc_now()))
+    # history is old by nature: what only says so does not matter here
+    if outcome.readable is None:
+        raise ValidationFailed(violations_of(outcome.report))
+    series = rate_series(demand_rows(outcome.readable))
+    return tuple(
+        backtest(" ".join(part for part in key if part), rates, replace(settings, method=method), warmup=warmup)
+        for key, (_, _, rates) in series.items()
+        for method in Method
+    )
+
+
+def backtest_any(
+    path: Path, *, interval_s: float, quantile: float, season: int, warmup: int
+) -> tuple[BacktestRow, ...]:
+    """Back-test a trace or a demand file, told apart by the header line. Raises StorageFault or ValidationFailed."""
+    from coral_tasks.ingestion.forecast import ForecastSettings
+    from coral_tasks.ingestion.trace_demand import is_trace
+
+    settings = ForecastSettings(quantile=quantile, season=season)
+    if is_trace(path):
+        return backtest_trace(path, interval_s, settings, warmup)
+    return backtest_file(path, settings, warmup)
+
+
+def watch_prices(
+    settings: Settings, prices: Sequence[NodePrice], used: Sequence[str], limits: WatchSettings | None = None
+) -> WatchResult:
+    """One check against ``<home>/current/price_watch.json``, which is replaced whole. Raises StorageFault."""
+    from coral_tasks.ingestion.price_watch import WatchSettings, state_from_json, state_to_json, watch
+    from coral_tasks.storage.runs import write_whole
+
+    path = settings.home / "current" / "price_watch.json"
+    try:
+        before = state_from_json(json.loads(path.read_bytes()), str(path)) if path.exists() else {}
+        result = watch(before, prices, used, limits or WatchSettings())
+        write_whole(path, (json.dumps(state_to_json(result.anchors), indent=1) + "\n").encode())
+    except (OSError, ValueError) as error:
+        message = f"{path}: {error}"
+        raise StorageFault(message) from error
+    return result
