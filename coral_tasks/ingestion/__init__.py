@@ -5,7 +5,7 @@ Must not import the catalogue: names that are known come in as arguments.
 API::
 
     sources    FileSource, FolderSource, S3PrefixSource (files); PrometheusSource (prometheus);
-               AwsPrices, AwsAvailability (aws); inventory_availability (agents): (now) -> SourceBatch
+               AwsPrices, AwsAvailability (aws); InventorySource (agents); CachedSource: (now) -> SourceBatch
     rows       demand_rows, price_rows, availability_rows, fleet_of: accepted Arrow table -> domain rows; *_table back
     demand_day read_demand_day(setup), demand_at(day, moment), demand_history, read_demo_availability
     trace_demand  read_trace, derive_day: an hour's trace -> a day of 5-minute intervals
