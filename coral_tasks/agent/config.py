@@ -25,12 +25,12 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, never
 class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How real vLLM servers are started on this node.
 
-    ``python``: interpreter of the environment that holds vLLM. ``arguments``: appended as they stand, last, so that
+    ``command``: what starts the server, in vLLM's own environment. ``arguments``: appended as they stand, last, so that
     they win. ``kv_connector``: of prefill and decode instances. ``colocate``: if all nodes of an instance belong to
     this agent (one machine cut into several logical nodes), its head runs all stages in one server.
     """
 
-    python: str = "python"
+    command: tuple[str, ...] = ("vllm", "serve")
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = {}
     kv_connector: str = "NixlConnector"

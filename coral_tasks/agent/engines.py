@@ -75,7 +75,7 @@ def vllm_launch(
         raise EngineFault(f"{spec.instance}: stock vLLM runs one node per stage; the template needs the hybrid runtime")
     if together and spec.rank != 0:
         return Launch(argv=(), environment={}, endpoint="")
-    argv = [config.python, "-m", "vllm.entrypoints.cli.main", "serve", spec.model_name]
+    argv = [*config.command, spec.model_name]
     argv += ["--served-model-name", spec.model, "--tensor-parallel-size", str(spec.tp_degree)]
     argv += _pipeline_arguments(spec, together=together)
     if spec.rank == 0:

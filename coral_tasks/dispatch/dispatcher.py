@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +18,11 @@ from coral_tasks.dispatch.check import require_safe
 from coral_tasks.dispatch.observation import Observation, build_observation
 from coral_tasks.dispatch.ordering import Pool
 from coral_tasks.dispatch.planner import plan_transition
-from coral_tasks.dispatch.routing import Route, RoutingTable, write_routing
+from coral_tasks.dispatch.routing import Route, RoutingTable, read_routing, write_routing
 from coral_tasks.dispatch.specs import start_specs
 from coral_tasks.dispatch.transport import AgentLinks
 from coral_tasks.domain.errors import CoralError, Unavailable
-from coral_tasks.domain.fleet import Fleet, ServingInstance
+from coral_tasks.domain.fleet import Fleet, InstanceState, ServingInstance
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import InstanceId, ModelId, NodeId
 from coral_tasks.domain.plan import AllocationPlan
@@ -51,6 +51,10 @@ _TICK_S = 0.1
 class Provisioner(Protocol):
     """Obtains and gives back nodes (``coral_tasks.provisioning``)."""
 
+    @property
+    def agent_key(self) -> str:
+        """Key name that all agents of its machines share, "" if each has its own."""
+
     def obtainable(self) -> Mapping[Pool, int]:
         """Nodes that could be had besides those held, by region, configuration and market."""
 
@@ -72,6 +76,8 @@ class DispatchOptions:
     """How a dispatch behaves. ``model_names``: what the engine loads for a model, else the model's own id.
 
     ``observe_s``: how long to wait for agents' first answers. ``routing_folder``: None publishes nothing.
+    ``provision_timeout_s``: how long new machines may take until their agents answer. ``stop_on_shortage``: end as
+    soon as nodes cannot be had, so that the caller solves once more with that knowledge; else place what fits.
     """
 
     routing_folder: Path | None = None
@@ -81,6 +87,8 @@ class DispatchOptions:
     observe_s: float = 5.0
     max_rounds: int = 5
     controller: str = "controller"
+    provision_timeout_s: float = 600.0
+    stop_on_shortage: bool = True
     excluded: frozenset[NodeId] = frozenset()
 
 
@@ -207,6 +215,8 @@ class _Dispatch:
     problems: list[str] = field(default_factory=list)
     shortage: list[NodeRequest] = field(default_factory=list)
     superseded: bool = False
+    awaited: set[NodeId] = field(default_factory=set)
+    launched: list[ProvisionedNode] = field(default_factory=list)
     _table: RoutingTable | None = None
 
     def converge(self) -> DispatchResult:
@@ -214,11 +224,26 @@ class _Dispatch:
         with AgentLinks(self.endpoints, self.keys, controller=self.options.controller) as links:
             while True:
                 self.round += 1
-                links.connect(self.provisioner.endpoints() if self.provisioner is not None else {})
-                observation = self._fence(links)
+                observation = self._fence_all(links)
                 result = self._one_round(links, observation)
                 if result is not None:
                     return result
+
+    def _fence_all(self, links: AgentLinks) -> Observation:
+        """Take agents over; wait for the agents of machines that were just launched."""
+        deadline_s = time.monotonic() + self.options.provision_timeout_s
+        while True:
+            if self.provisioner is not None:
+                links.connect(self.provisioner.endpoints(), key=self.provisioner.agent_key)
+            observation = self._fence(links)
+            self.awaited -= observation.nodes.keys()
+            if not self.awaited or time.monotonic() >= deadline_s:
+                break
+        if self.awaited:
+            self.problems.append(f"round {self.round}: no agent answers on new nodes {', '.join(sorted(self.awaited))}")
+            self.shortage += [_silent(one) for one in self.launched if one.node.id in self.awaited]
+            self.awaited.clear()
+        return observation
 
     def _one_round(self, links: AgentLinks, observation: Observation) -> DispatchResult | None:
         """None if another round is to follow."""
@@ -226,13 +251,16 @@ class _Dispatch:
             self.superseded = True
             self.problems.append(f"a newer epoch is in force on {', '.join(observation.superseded)}")
             return self._result(observation, None)
+        if self.shortage and self.options.stop_on_shortage:
+            return self._result(observation, None)
         transition = preview(self.plan, observation, self.options, self._provisioner())
-        if transition.is_empty:
-            self._publish(observation, {}, tuple(sorted(one.id for one in observation.fleet.instances)))
+        serving = sorted(one.id for one in observation.fleet.instances if one.state is InstanceState.READY)
+        self._publish(observation, {}, tuple(serving))
         if transition.is_empty or self.round > self.options.max_rounds:
             return self._result(observation, transition)
         self._run(links, observation, transition)
-        return self._result(observation, None) if self.superseded else None
+        give_up = self.superseded or (self.shortage and self.options.stop_on_shortage)
+        return self._result(observation, None) if give_up else None
 
     def _provisioner(self) -> Provisioner | None:
         """None once it had nothing to give: the rest of the dispatch works with what there is."""
@@ -264,6 +292,18 @@ class _Dispatch:
         for problem in machine.problems:
             self._note(problem)
 
+    def obtain(self, request: NodeRequest) -> None:
+        """Ask for nodes; what does not come is shortage."""
+        try:
+            came = self.provisioner.provision(request) if self.provisioner is not None else ()
+        except Unavailable as error:
+            self.problems.append(f"round {self.round}: {error}")
+            came = ()
+        self.launched += came
+        self.awaited.update(one.node.id for one in came)
+        if len(came) < request.count:
+            self.shortage.append(replace(request, count=request.count - len(came)))
+
     def _note(self, problem: Problem) -> None:
         self.problems.append(f"round {self.round}: {problem.text}")
         self.superseded = self.superseded or problem.superseded
@@ -273,6 +313,7 @@ class _Dispatch:
     ) -> None:
         known = {**{str(one.id): one for one in observation.fleet.instances}, **started}
         routes = [_route(known[name], observation) for name in routed]
+        routes += self._routes_out_of_sight(observation)
         self.num_tables += 1
         table = RoutingTable.of(epoch=self.epoch, step=self.num_tables, routes=routes)
         if self._table is not None and self._table.routes == table.routes:
@@ -280,6 +321,21 @@ class _Dispatch:
         self._table = table
         if self.options.routing_folder is not None:
             write_routing(self.options.routing_folder, table)
+
+    def _routes_out_of_sight(self, observation: Observation) -> list[Route]:
+        """Earlier routes of which nothing is known while agents do not answer: unknown is not gone, so they stay."""
+        if not observation.unreachable:
+            return []
+        seen = {str(one.id) for one in observation.fleet.instances} | observation.used_ids
+        taken = {one.endpoint for one in observation.nodes.values()}
+        earlier = self._earlier_routes()
+        return [one for one in earlier if one.instance not in seen and one.endpoint not in taken]
+
+    def _earlier_routes(self) -> tuple[Route, ...]:
+        folder = self.options.routing_folder
+        if self._table is not None or folder is None or not (folder / "routing.json").exists():
+            return self._table.routes if self._table is not None else ()
+        return read_routing(folder / "routing.json").routes
 
     def _result(self, observation: Observation, transition: Transition | None) -> DispatchResult:
         unplaced = transition.unplaced if transition is not None else ()
@@ -373,12 +429,15 @@ class _Work:
                 count=count,
                 token=f"{dispatch.epoch}.{dispatch.round}.{'/'.join(pool)}",
             )
-            try:
-                if dispatch.provisioner is not None:
-                    dispatch.provisioner.provision(request)
-            except Unavailable as error:
-                dispatch.shortage.append(request)
-                dispatch.problems.append(f"round {dispatch.round}: {error}")
+            dispatch.obtain(request)
+
+
+def _silent(machine: ProvisionedNode) -> NodeRequest:
+    """A machine whose agent never answered counts as one that could not be had."""
+    node = machine.node
+    return NodeRequest(
+        region=node.region, configuration=node.configuration, market=node.market, count=1, token=machine.machine
+    )
 
 
 def _route(instance: ServingInstance, observation: Observation) -> Route:

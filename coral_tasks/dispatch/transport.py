@@ -46,9 +46,12 @@ class AgentLinks:
             self.close()
             raise
 
-    def connect(self, endpoints: Mapping[str, str]) -> None:
-        """Connect to agents not connected to yet. Raises UnknownName if a key is missing."""
-        publics = {name: read_public_key(self._keys, Role.AGENT, name) for name in endpoints}
+    def connect(self, endpoints: Mapping[str, str], *, key: str = "") -> None:
+        """Connect to agents not connected to yet. ``key``: name of the key they share, "" if each has its own.
+
+        Raises UnknownName if a key is missing.
+        """
+        publics = {name: read_public_key(self._keys, Role.AGENT, key or name) for name in endpoints}
         for name, endpoint in sorted(endpoints.items()):
             if name not in self._sockets:
                 socket = self._new_socket(publics[name])

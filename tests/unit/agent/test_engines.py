@@ -17,8 +17,7 @@ from coral_tasks.protocol.agent_machine import Slot
 from coral_tasks.protocol.messages import StageSpec, StartSpec
 
 HERE = {"host": "10.0.0.5", "port": 21000, "advertise": "node-a.internal"}
-PYTHON = "/opt/vllm/bin/python"
-SERVE = (PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", "Qwen/Qwen3-32B", "--served-model-name", "qwen3-32b")
+SERVE = ("vllm", "serve", "Qwen/Qwen3-32B", "--served-model-name", "qwen3-32b")
 
 
 def spec(*layers: int, phase: Phase = Phase.AGGREGATED, rank: int = 0, tp: int = 4) -> StartSpec:
@@ -42,7 +41,7 @@ def spec(*layers: int, phase: Phase = Phase.AGGREGATED, rank: int = 0, tp: int =
 
 def test_one_node_with_tensor_parallelism() -> None:
     """All GPUs of the node work together; no pipeline argument, no partition."""
-    launch = vllm_launch(spec(64), VllmConfig(python=PYTHON), **HERE)
+    launch = vllm_launch(spec(64), VllmConfig(), **HERE)
     assert launch.argv == (*SERVE, "--tensor-parallel-size", "4", "--host", "10.0.0.5", "--port", "21000")
     assert launch.environment == {}
     assert launch.endpoint == "http://node-a.internal:21000"
@@ -50,7 +49,7 @@ def test_one_node_with_tensor_parallelism() -> None:
 
 def test_the_head_of_a_pipeline_over_nodes() -> None:
     """One stage per node with the template's uneven layers; the head answers HTTP."""
-    launch = vllm_launch(spec(24, 40), VllmConfig(python=PYTHON), **HERE)
+    launch = vllm_launch(spec(24, 40), VllmConfig(), **HERE)
     pipeline = ("--pipeline-parallel-size", "2", "--nnodes", "2", "--node-rank", "0")
     meeting = ("--master-addr", "10.0.0.5", "--master-port", "21001")
     http = ("--host", "10.0.0.5", "--port", "21000")
@@ -60,7 +59,7 @@ def test_the_head_of_a_pipeline_over_nodes() -> None:
 
 def test_a_follower_of_a_pipeline_runs_headless() -> None:
     """The second node has its rank, the same master and partition, and no HTTP server."""
-    launch = vllm_launch(spec(24, 40, rank=1), VllmConfig(python=PYTHON), **HERE)
+    launch = vllm_launch(spec(24, 40, rank=1), VllmConfig(), **HERE)
     pipeline = ("--pipeline-parallel-size", "2", "--nnodes", "2", "--node-rank", "1")
     meeting = ("--master-addr", "10.0.0.5", "--master-port", "21001", "--headless")
     assert launch.argv == (*SERVE, "--tensor-parallel-size", "4", *pipeline, *meeting)
@@ -71,7 +70,7 @@ def test_a_follower_of_a_pipeline_runs_headless() -> None:
 @pytest.mark.parametrize(("phase", "role"), [(Phase.PREFILL, "kv_producer"), (Phase.DECODE, "kv_consumer")])
 def test_prefill_and_decode_transfer_their_kv_cache(phase: Phase, role: str) -> None:
     """Prefill produces KV blocks, decode consumes them, through the configured connector."""
-    launch = vllm_launch(spec(64, phase=phase), VllmConfig(python=PYTHON, kv_connector="P2pNcclConnector"), **HERE)
+    launch = vllm_launch(spec(64, phase=phase), VllmConfig(kv_connector="P2pNcclConnector"), **HERE)
     value = launch.argv[launch.argv.index("--kv-transfer-config") + 1]
     assert json.loads(value) == {"kv_connector": "P2pNcclConnector", "kv_role": role}
 
@@ -79,12 +78,13 @@ def test_prefill_and_decode_transfer_their_kv_cache(phase: Phase, role: str) -> 
 def test_configured_arguments_come_last_and_the_environment_is_kept() -> None:
     """What the operator adds wins over what is built; memory share and environment are passed on."""
     config = VllmConfig(
-        python=PYTHON,
+        command=("/opt/vllm/bin/vllm", "serve"),
         arguments=("--load-format", "dummy"),
         environment={"HF_HUB_OFFLINE": "1"},
         gpu_memory_utilization=0.85,
     )
     launch = vllm_launch(spec(30, 34), config, **HERE)
+    assert launch.argv[:2] == ("/opt/vllm/bin/vllm", "serve")
     assert launch.argv[-4:] == ("--gpu-memory-utilization", "0.85", "--load-format", "dummy")
     assert launch.environment == {"HF_HUB_OFFLINE": "1", "VLLM_PP_LAYER_PARTITION": "30,34"}
 
@@ -104,7 +104,7 @@ def config(tmp_path: Path, **fields: object):
 
 def test_logical_nodes_of_one_machine_share_a_server(tmp_path: Path) -> None:
     """With ``colocate`` the head runs both stages; the other node needs no process. Without it both run."""
-    together = config(tmp_path, engine="vllm", vllm={"colocate": True, "python": PYTHON})
+    together = config(tmp_path, engine="vllm", vllm={"colocate": True})
     head = build_launch(together, Slot(node="n0", spec=spec(3, 5)))
     assert head.argv == (
         *SERVE, "--tensor-parallel-size", "4", "--pipeline-parallel-size", "2", "--host", "127.0.0.1", "--port", "21000"

@@ -1,0 +1,213 @@
+"""Provisioner for AWS EC2: launch templates, tags, idempotency tokens. Owns machines that carry its fleet tag only.
+
+A machine's instance id is its node id and the name of its agent; user data of the launch template starts
+``coral agent --node <instance id>`` (docs/protocol.md). Machines of one fleet share an agent key, delivered by the
+image or a secret store, never by user data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from coral_tasks.domain.errors import SourceFault, Unavailable
+from coral_tasks.domain.fleet import Node
+from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId, RegionId
+from coral_tasks.domain.transition import NodeRequest, ProvisionedNode
+from coral_tasks.domain.validation import Checks
+
+Pool = tuple[RegionId, NodeConfigurationId, Market]
+
+# EC2's answers that mean "not now, not here": another plan may do without (EC2 API reference, "Error codes").
+_NO_CAPACITY = frozenset(
+    {
+        "InsufficientInstanceCapacity",
+        "InsufficientHostCapacity",
+        "InsufficientReservedInstanceCapacity",
+        "InstanceLimitExceeded",
+        "MaxSpotInstanceCountExceeded",
+        "SpotMaxPriceTooLow",
+        "Unsupported",
+        "VcpuLimitExceeded",
+    }
+)
+_HELD = ("pending", "running")
+_INTERRUPTED = ("marked-for-termination", "marked-for-stop", "instance-terminated-no-capacity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTarget:
+    """How machines of one pool are launched and how many there may be in all."""
+
+    launch_template: str
+    machine_type: str
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ec2Settings:
+    """One fleet. ``fleet``: value of the tag ``coral:fleet``; ``agent_key``: key name that its machines share."""
+
+    fleet: str
+    targets: Mapping[Pool, LaunchTarget]
+    agent_port: int
+    agent_key: str
+
+    def __post_init__(self) -> None:
+        checks = Checks("ec2", self.fleet)
+        checks.named(fleet=self.fleet, agent_key=self.agent_key)
+        for pool, target in self.targets.items():
+            checks.require(pool[0].startswith("aws/"), "region must begin with aws/", pool[0])
+            checks.require(target.max_nodes >= 0, f"max_nodes of {pool} must not be negative", target.max_nodes)
+        checks.raise_if_any()
+
+
+def boto3_client(region: RegionId) -> Any:
+    """A boto3 EC2 client for ``aws/<region>``, with boto3's usual credentials."""
+    import boto3
+
+    return boto3.client("ec2", region_name=region.removeprefix("aws/"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ec2Provisioner:
+    """Launches and ends machines of one fleet. ``client_of``: an EC2 client for a region."""
+
+    settings: Ec2Settings
+    client_of: Callable[[RegionId], Any] = field(default=boto3_client)
+
+    @property
+    def agent_key(self) -> str:
+        """Key name of all agents launched here."""
+        return self.settings.agent_key
+
+    def obtainable(self) -> Mapping[Pool, int]:
+        """Allowed nodes less those held; EC2 tells nobody how many it really has."""
+        held = Counter((one.node.region, one.node.configuration, one.node.market) for one in self.machines())
+        return {pool: max(0, target.max_nodes - held[pool]) for pool, target in self.settings.targets.items()}
+
+    def provision(self, request: NodeRequest) -> tuple[ProvisionedNode, ...]:
+        """Launch up to ``count`` machines; the same token never launches twice.
+
+        Fewer may come back than were asked for. Raises Unavailable if none can be had or the pool is not configured,
+        SourceFault for every other answer of EC2.
+        """
+        pool = (request.region, request.configuration, request.market)
+        target = self.settings.targets.get(pool)
+        if target is None:
+            raise Unavailable(f"no launch template for {' '.join(pool)}")
+        try:
+            answer = self._launch(request, target, at_least=request.count)
+        except Unavailable:
+            if request.count == 1:
+                raise
+            # all of them cannot be had: take as many as there are
+            answer = self._launch(request, target, at_least=1)
+        return tuple(self._machine(request.region, instance) for instance in answer["Instances"])
+
+    def _launch(self, request: NodeRequest, target: LaunchTarget, *, at_least: int) -> Any:
+        arguments = _launch_arguments(self.settings, request, target, at_least=at_least)
+        return self._call(request.region, "run_instances", arguments)
+
+    def release(self, nodes: tuple[NodeId, ...]) -> None:
+        """End these machines, if they are ours. Others are left alone; ended ones do no harm."""
+        ours = {one.node.id: one.node.region for one in self.machines()}
+        for region in sorted({ours[node] for node in nodes if node in ours}):
+            ids = [node for node in nodes if ours.get(node) == region]
+            self._call(region, "terminate_instances", {"InstanceIds": ids})
+
+    def releasable(self) -> frozenset[NodeId]:
+        """Machines of this fleet."""
+        return frozenset(one.node.id for one in self.machines())
+
+    def endpoints(self) -> Mapping[str, str]:
+        """Agents of this fleet's machines."""
+        return {str(one.node.id): f"tcp://{one.address}:{self.settings.agent_port}" for one in self.machines()}
+
+    def machines(self) -> tuple[ProvisionedNode, ...]:
+        """Machines of this fleet that run or are about to."""
+        found = []
+        for region in self._regions():
+            filters = [
+                {"Name": "tag:coral:fleet", "Values": [self.settings.fleet]},
+                {"Name": "instance-state-name", "Values": list(_HELD)},
+            ]
+            for page in self._pages(region, "describe_instances", {"Filters": filters}):
+                for reservation in page["Reservations"]:
+                    found += [self._machine(region, instance) for instance in reservation["Instances"]]
+        return tuple(sorted(found, key=lambda one: one.node.id))
+
+    def interrupted(self) -> frozenset[NodeId]:
+        """Spot machines that EC2 is about to take back: drain them and plan again without them."""
+        ours = self.releasable()
+        found: set[NodeId] = set()
+        for region in self._regions():
+            for page in self._pages(region, "describe_spot_instance_requests", {}):
+                for spot in page["SpotInstanceRequests"]:
+                    if spot.get("Status", {}).get("Code") in _INTERRUPTED and spot.get("InstanceId") in ours:
+                        found.add(NodeId(spot["InstanceId"]))
+        return frozenset(found)
+
+    def _regions(self) -> list[RegionId]:
+        return sorted({pool[0] for pool in self.settings.targets})
+
+    def _machine(self, region: RegionId, instance: Mapping[str, Any]) -> ProvisionedNode:
+        tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
+        node = Node(
+            id=NodeId(instance["InstanceId"]),
+            region=region,
+            configuration=NodeConfigurationId(tags["coral:configuration"]),
+            market=Market(tags["coral:market"]),
+        )
+        return ProvisionedNode(node=node, machine=instance["InstanceId"], address=instance.get("PrivateIpAddress", ""))
+
+    def _call(self, region: RegionId, name: str, arguments: Mapping[str, Any]) -> Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return getattr(self.client_of(region), name)(**arguments)
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in _NO_CAPACITY:
+                raise Unavailable(f"{region}: {error}") from error
+            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
+        except BotoCoreError as error:
+            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
+
+    def _pages(self, region: RegionId, name: str, arguments: Mapping[str, Any]) -> Iterator[Any]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield from self.client_of(region).get_paginator(name).paginate(**arguments)
+        except (BotoCoreError, ClientError) as error:
+            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
+
+
+def _launch_arguments(
+    settings: Ec2Settings, request: NodeRequest, target: LaunchTarget, *, at_least: int
+) -> dict[str, Any]:
+    tags = {
+        "coral:fleet": settings.fleet,
+        "coral:configuration": request.configuration,
+        "coral:market": request.market.value,
+        "Name": f"coral-{settings.fleet}-{request.configuration}",
+    }
+    arguments: dict[str, Any] = {
+        "LaunchTemplate": {"LaunchTemplateName": target.launch_template},
+        "InstanceType": target.machine_type,
+        "MinCount": at_least,
+        "MaxCount": request.count,
+        # at most 64 ASCII characters; equal requests of one fleet give the same token, and EC2 refuses a token that
+        # comes with other arguments
+        "ClientToken": hashlib.sha256(f"{settings.fleet}\0{request.token}\0{at_least}".encode()).hexdigest(),
+        "TagSpecifications": [
+            {"ResourceType": "instance", "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
+        ],
+    }
+    if request.market is Market.SPOT:
+        options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        arguments["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}
+    return arguments
