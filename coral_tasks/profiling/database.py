@@ -85,6 +85,8 @@ class DatabaseSource:
         """
         if importlib.util.find_spec(PACKAGE) is None:
             return None
+        # The package warns of every table it fills from another engine; what matters here is marked as extrapolated.
+        logging.getLogger(PACKAGE).setLevel(logging.ERROR)
         return cls(version=importlib.metadata.version("aiconfigurator-core"), corrected=corrected)
 
     def costs(self, work: Work) -> LayerCosts | None:
