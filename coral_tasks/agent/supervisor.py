@@ -126,6 +126,10 @@ class Supervisor:
         code = child.popen.poll() if child.popen is not None else None
         if code is None and _lives(child.process):
             return None
+        if code is None and child.popen is not None:
+            # it ended between the two looks: its code is there now
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.popen.wait(1.0)
         del self._children[launch_id]
         self._sweep(launch_id)
         return "engine process is gone" if code is None else f"engine process ended with code {code}"

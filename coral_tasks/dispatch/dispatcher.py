@@ -251,16 +251,15 @@ class _Dispatch:
             self.superseded = True
             self.problems.append(f"a newer epoch is in force on {', '.join(observation.superseded)}")
             return self._result(observation, None)
-        if self.shortage and self.options.stop_on_shortage:
-            return self._result(observation, None)
         transition = preview(self.plan, observation, self.options, self._provisioner())
+        if self.shortage and transition.unplaced and self.options.stop_on_shortage:
+            return self._result(observation, transition)
         serving = sorted(one.id for one in observation.fleet.instances if one.state is InstanceState.READY)
         self._publish(observation, {}, tuple(serving))
         if transition.is_empty or self.round > self.options.max_rounds:
             return self._result(observation, transition)
         self._run(links, observation, transition)
-        give_up = self.superseded or (self.shortage and self.options.stop_on_shortage)
-        return self._result(observation, None) if give_up else None
+        return self._result(observation, None) if self.superseded else None
 
     def _provisioner(self) -> Provisioner | None:
         """None once it had nothing to give: the rest of the dispatch works with what there is."""

@@ -63,6 +63,7 @@ class Bench:
     tables: str = ""
     ports: dict[str, int] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    hidden: set[str] = field(default_factory=set)
 
     @property
     def keys(self) -> Path:
@@ -70,7 +71,8 @@ class Bench:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        return {name: f"tcp://127.0.0.1:{port}" for name, port in self.ports.items()}
+        """Address by agent, of those in the inventory."""
+        return {name: f"tcp://127.0.0.1:{port}" for name, port in self.ports.items() if name not in self.hidden}
 
     def prepare(self) -> None:
         make_missing_keys(self.keys, list(self.nodes))
@@ -108,7 +110,8 @@ class Bench:
                     stdout=log,
                     stderr=log,
                 )
-        self.until(lambda: not set(self.see(0.5).unreachable) & set(names or self.nodes), 30, "agents answer")
+        wanted = set(names or self.nodes) - self.hidden
+        self.until(lambda: not set(self.see(0.5).unreachable) & wanted, 30, "agents answer")
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
