@@ -7,42 +7,105 @@ too, with a status and no time. Imports nothing of ours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-NAME: Final = "measurements"
+from data_contracts.contract import Broken, Column, Contract, GateContext
+from data_contracts.rules import between, derived, known, one_of
 
-COLUMNS: Final[tuple[tuple[str, pa.DataType, bool, str, str], ...]] = (
-    ("model", pa.string(), False, "", "served model"),
-    ("configuration", pa.string(), False, "", "node configuration that was measured"),
-    ("phase", pa.string(), False, "", "prefill or decode"),
-    ("num_layers", pa.int32(), False, "layers", "layers that the model was cut to"),
-    ("tp_degree", pa.int32(), False, "GPUs", "tensor parallel degree of the engine"),
-    ("sequences", pa.int32(), False, "", "sequences in the batch"),
-    ("tokens", pa.int32(), False, "tokens", "prompt of each sequence (prefill), or context behind the step (decode)"),
-    ("status", pa.string(), False, "", "ok, oom or failed"),
-    ("median_s", pa.float64(), True, "s", "median of the repeats; null unless ok"),
-    ("spread_s", pa.float64(), True, "s", "largest minus smallest repeat; null unless ok"),
-    ("num_repeats", pa.int32(), False, "", "repeats behind the median, warm-up excluded"),
-    ("detail", pa.string(), False, "", "why a point failed"),
-    ("vllm", pa.string(), False, "", "version of vLLM"),
-    ("torch", pa.string(), False, "", "version of torch"),
-    ("driver", pa.string(), False, "", "version of the GPU runtime; empty without GPU"),
-    ("device", pa.string(), False, "", "GPU or processor"),
-    ("measured_at", pa.string(), False, "ISO 8601", "time of the run, UTC"),
-    ("code_version", pa.string(), False, "", "version of the measuring code"),
-)
-"""Column, type, nullable, unit, meaning. Key: model to tokens."""
+PHASES: Final = ("prefill", "decode")
+STATUSES: Final = ("ok", "oom", "failed")
 
-SCHEMA: Final = pa.schema(
-    [
-        pa.field(name, kind, nullable=nullable, metadata={"unit": unit, "meaning": meaning})
-        for name, kind, nullable, unit, meaning in COLUMNS
-    ]
+COLUMNS: Final = (
+    Column(name="model", type=pa.string(), meaning="served model"),
+    Column(name="configuration", type=pa.string(), meaning="node configuration that was measured"),
+    Column(name="phase", type=pa.string(), meaning="prefill or decode"),
+    Column(name="num_layers", type=pa.int32(), unit="layers", meaning="layers that the model was cut to"),
+    Column(name="tp_degree", type=pa.int32(), unit="GPUs", meaning="tensor parallel degree of the engine"),
+    Column(name="sequences", type=pa.int32(), meaning="sequences in the batch"),
+    Column(
+        name="tokens",
+        type=pa.int32(),
+        unit="tokens",
+        meaning="prompt of each sequence (prefill), or context behind the step (decode)",
+    ),
+    Column(name="status", type=pa.string(), meaning="ok, oom or failed"),
+    Column(name="median_s", type=pa.float64(), unit="s", nullable=True, meaning="median repeat; null unless ok"),
+    Column(name="spread_s", type=pa.float64(), unit="s", nullable=True, meaning="largest minus smallest repeat"),
+    Column(name="num_repeats", type=pa.int32(), meaning="repeats behind the median, warm-up excluded"),
+    Column(name="detail", type=pa.string(), meaning="why a point failed; empty if it did not"),
+    Column(name="vllm", type=pa.string(), meaning="version of vLLM; empty if no engine started"),
+    Column(name="torch", type=pa.string(), meaning="version of torch"),
+    Column(name="driver", type=pa.string(), meaning="version of the GPU runtime; empty without GPU"),
+    Column(name="device", type=pa.string(), meaning="GPU or processor"),
+    Column(name="measured_at", type=pa.string(), unit="ISO 8601, UTC", meaning="time of the run"),
+    Column(name="code_version", type=pa.string(), meaning="version of the measuring code"),
 )
+
+
+def _example(now: datetime) -> Sequence[Mapping[str, Any]]:
+    shared = {
+        "model": "qwen3-32b",
+        "configuration": "L40Sx4",
+        "phase": "decode",
+        "tp_degree": 4,
+        "tokens": 512,
+        "vllm": "0.32.0",
+        "torch": "2.13.0",
+        "driver": "13.0",
+        "device": "NVIDIA L40S",
+        "measured_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "code_version": "1",
+    }
+    ok = {"status": "ok", "median_s": 0.004, "spread_s": 0.0002, "num_repeats": 5, "detail": ""}
+    lost = {"status": "oom", "median_s": None, "spread_s": None, "num_repeats": 0, "detail": "CUDA out of memory"}
+    points = ((2, 1, ok), (4, 1, ok | {"median_s": 0.006}), (2, 8, ok | {"median_s": 0.005}), (4, 8, lost))
+    return [{**shared, "num_layers": layers, "sequences": count, **rest} for layers, count, rest in points]
+
+
+def _time_where_none_belongs(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+    """1 where a row has a time without being ok, or is ok without one; 0 elsewhere."""
+    return pd.Series(np.where((frame["status"] == "ok") != frame["median_s"].notna(), 1.0, 0.0), index=frame.index)
+
+
+RULES: Final = (
+    one_of("phase", PHASES),
+    one_of("status", STATUSES),
+    known("model", "model"),
+    known("configuration", "configuration"),
+    between("num_layers", 1.0, 10_000.0, "num_layers must be at least 1", broken=0),
+    between("tp_degree", 1.0, 1024.0, "tp_degree must be at least 1", broken=0),
+    between("sequences", 1.0, 1e6, "sequences must be at least 1", broken=0),
+    between("tokens", 1.0, 1e7, "tokens must be at least 1", broken=0),
+    between("num_repeats", 0.0, 1e6, "num_repeats must not be negative", broken=-1),
+    between("median_s", 0.0, 1e5, "median_s must be above zero", strict_minimum=True, broken=0.0),
+    between("spread_s", 0.0, 1e5, "spread_s must not be negative", broken=-1.0),
+    derived(
+        "time_only_if_ok",
+        "a row has a time if and only if it is ok",
+        ("status", "median_s"),
+        _time_where_none_belongs,
+        maximum=0.0,
+        broken=Broken(cells={3: {"median_s": 0.01}}),
+    ),
+)
+
+CONTRACT: Final = Contract(
+    name="measurements",
+    version="1.0",
+    meaning="Measured time of one engine step: a row per model, configuration, phase, layer count and point.",
+    columns=COLUMNS,
+    key=("model", "configuration", "phase", "num_layers", "tp_degree", "sequences", "tokens"),
+    rules=RULES,
+    example=_example,
+)
+SCHEMA: Final = CONTRACT.schema
 
 
 def write_measurements(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

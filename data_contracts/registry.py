@@ -16,6 +16,7 @@ _WHERE: Final = {
     "commands": ("data_contracts.commands", "COMMANDS"),
     "outcomes": ("data_contracts.commands", "OUTCOMES"),
     "routing": ("data_contracts.routing", "CONTRACT"),
+    "measurements": ("data_contracts.measurements", "CONTRACT"),
     "profiles": ("data_contracts.profile_cells", "CONTRACT"),
     "templates": ("data_contracts.templates", "CONTRACT"),
 }
