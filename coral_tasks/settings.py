@@ -15,14 +15,17 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="CORAL_", extra="forbid", frozen=True)
 
     home: Path = Field(default=Path(".coral"), description="Folder for everything the pipeline writes.")
+    library: str = Field(default="", description="Template library: folder or s3://bucket/prefix; empty: HOME/library.")
     setup: str = Field(default="core", description="Name of the catalogue's setup: models, configurations, regions.")
-    mode: Literal["advisory", "approve", "auto"] = Field(
-        default="auto", description="advisory plans only; approve asks a person; auto dispatches."
-    )
+    mode: Literal["advisory", "auto"] = Field(default="auto", description="advisory plans only; auto dispatches.")
     adjustment_interval_s: float = Field(default=300.0, gt=0, description="Time between two allocation runs.")
     startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")
     headroom: float = Field(default=0.9, gt=0, le=1, description="Share of capacity that demand may use.")
     solve_time_limit_s: float = Field(default=60.0, gt=0, description="Limit of one solve; the best plan counts.")
+    first_agent_port: int = Field(
+        default=23000, ge=1024, le=60000, description="First of the ports of the demo's local node agents."
+    )
+    ui_port: int = Field(default=8080, ge=1024, le=65535, description="Port of Airflow's UI, on loopback.")
     seed: int = Field(default=0, description="Seed of everything random.")
 
     @property

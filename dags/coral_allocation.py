@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable, Param, dag, task
+from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable, Param, chain, dag, task
 from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, PRICE_CHANGE, START
 
 INPUTS = ("demand", "prices", "availability", "running")
@@ -29,7 +29,7 @@ INPUTS = ("demand", "prices", "availability", "running")
     doc_md=__doc__,
     params={
         "reason": Param("schedule", type="string", maxLength=200, description="Why this run, for the record"),
-        "mode": Param("", enum=["", "advisory", "approve", "auto"], description="Empty: the configured mode"),
+        "mode": Param("", enum=["", "advisory", "auto"], description="Empty: the configured mode"),
         "as_of": Param("", type="string", description="Plan for this moment (ISO, with zone); empty: now"),
     },
 )
@@ -51,11 +51,11 @@ def coral_allocation() -> None:
         return allocation.ingest(run, table)
 
     @task
-    def gate(run: str, tables: list[str]) -> str:
+    def gate(run: str) -> str:
         """Check all inputs against their contracts and each other. One task: the check library loads slowly."""
         from coral_tasks.tasks import allocation
 
-        return allocation.gate(run, list(tables))
+        return allocation.gate(run)
 
     @task
     def solve(run: str) -> str:
@@ -93,8 +93,9 @@ def coral_allocation() -> None:
         return allocation.publish(run)
 
     run = open_run()
-    tables = ingest.partial(run=run).expand(table=list(INPUTS))
-    publish(wait_converged(dispatch(check(solve(gate(run, tables))))))
+    gated = gate(run)
+    chain(ingest.partial(run=run).expand(table=list(INPUTS)), gated)
+    publish(wait_converged(dispatch(check(solve(gated)))))
 
 
 coral_allocation()

@@ -36,12 +36,19 @@ def coral_template_library() -> None:
 
         return nightly.plan_profiling(run_id, dict(params))
 
-    @task(map_index_template="{{ item['model'] }} {{ item['phase'] }}", pool="default_pool")
-    def profile(item: dict[str, str]) -> dict[str, str]:
-        """Write the profile table of one model and phase."""
+    @task(map_index_template="{{ item['model'] }}")
+    def profile(item: dict[str, str]) -> list[dict[str, str]]:
+        """Write the profile tables of one model, every node configuration from its best source."""
         from coral_tasks.tasks import nightly
 
         return nightly.profile(item)
+
+    @task
+    def plan_templates(profiled: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+        """Spread the build over models and phases."""
+        from coral_tasks.tasks import nightly
+
+        return nightly.plan_templates(list(profiled))
 
     @task(map_index_template="{{ item['model'] }} {{ item['phase'] }}", execution_timeout=timedelta(hours=2))
     def build_templates(item: dict[str, str]) -> dict[str, str]:
@@ -50,7 +57,7 @@ def coral_template_library() -> None:
 
         return nightly.build_templates(item)
 
-    @task(outlets=[LIBRARY], trigger_rule="all_success")
+    @task(outlets=[LIBRARY])
     def publish(parts: list[dict[str, str]], params: Any = None, outlet_events: Any = None) -> dict[str, Any]:
         """Validate, compare with the version before, publish, move the pointer."""
         from coral_tasks.tasks import nightly
@@ -59,7 +66,7 @@ def coral_template_library() -> None:
         outlet_events[LIBRARY].extra = {"version": result["version"], "changed": result["changed"]}
         return result
 
-    publish(build_templates.expand(item=profile.expand(item=plan_profiling())))
+    publish(build_templates.expand(item=plan_templates(profile.expand(item=plan_profiling()))))
 
 
 coral_template_library()

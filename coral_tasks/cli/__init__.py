@@ -11,7 +11,7 @@ from typing import Final
 
 import typer
 
-from coral_tasks.cli import agent, demand, forecast, gate, library, plan, profile, verify
+from coral_tasks.cli import agent, demand, demo, forecast, gate, library, plan, profile, simulate, verify
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 
 EXIT_EXPECTED_NO: Final = 1
@@ -26,7 +26,9 @@ app = typer.Typer(
 
 # One line for each group: app.add_typer(group.app, name="group")
 agent.register(app)
+demo.register(app)
 plan.register(app)
+simulate.register(app)
 app.add_typer(verify.app, name="verify")
 app.add_typer(library.app, name="library")
 app.add_typer(gate.app, name="gate")

@@ -6,6 +6,7 @@ Everything lies under ``<home>/airflow``; every server listens on loopback only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from coral_tasks.domain.errors import CoralFault, Unavailable
@@ -80,14 +82,35 @@ def migrate_database(home: Path) -> None:
         raise CoralFault(f"airflow db migrate failed:\n{done.stderr[-2000:]}")
 
 
-def run_dags(home: Path, runs: Sequence[tuple[str, str]]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DagOutcome:
+    """How one DAG run ended. ``failed``: its tasks that failed."""
+
+    dag: str
+    run: str
+    state: str
+    failed: tuple[str, ...]
+
+
+def run_dags(home: Path, runs: Sequence[tuple[str, str]]) -> tuple[DagOutcome, ...]:
     """Run DAGs one after another to their end, in one child process. ``runs``: DAG id and JSON configuration.
 
-    Returns the child's exit status: 0 if every run succeeded.
+    Stops at the first that does not succeed. Airflow's own output goes to ``airflow/service-logs/local-run.log``;
+    raises CoralFault with its end if not even the DAGs could be loaded.
     """
     script = PROJECT / "plugins" / "coral_airflow" / "local_run.py"
-    words = [sys.executable, str(script), *(f"{dag}={conf}" for dag, conf in runs)]
-    return subprocess.run(words, env=airflow_environment(home), check=False).returncode  # noqa: S603
+    logs = home / "airflow" / "service-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    results, log = logs / "local-run.json", logs / "local-run.log"
+    results.write_text("[]", encoding="utf-8")
+    words = [sys.executable, str(script), str(results), *(f"{dag}={conf}" for dag, conf in runs)]
+    with log.open("wb") as sink:
+        subprocess.run(words, env=airflow_environment(home), stdout=sink, stderr=subprocess.STDOUT, check=False)  # noqa: S603
+    done = [DagOutcome(**{**one, "failed": tuple(one["failed"])}) for one in json.loads(results.read_bytes())]
+    if not done:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise CoralFault(f"no DAG run came to an end; {log} ends:\n{tail}")
+    return tuple(done)
 
 
 def require_free_port(port: int, purpose: str) -> None:

@@ -44,6 +44,7 @@ class PlanRequest:
     ``running``: None means that nothing runs. ``options``: JSON file of allocation options, None for the defaults.
     ``at``: start of the demand interval to plan for (ISO time); None: the only one, or the last one. ``previous``:
     an earlier plan.json, whose templates count as known. ``supervised``: solve in a child process.
+    ``library_version``: None means the current one; a run pins it, so that its plan can be recomputed.
     """
 
     library: str
@@ -57,6 +58,7 @@ class PlanRequest:
     time_limit_s: float = 60.0
     gap: float = 1e-4
     supervised: bool = True
+    library_version: str | None = None
 
 
 def plan_files(request: PlanRequest) -> AllocationPlan:
@@ -81,10 +83,11 @@ def problem_of(request: PlanRequest) -> AllocationProblem:
     from coral_tasks.allocation.build import build_problem
     from coral_tasks.domain.fleet import Fleet
     from coral_tasks.ingestion import rows
-    from coral_tasks.storage.library import read_current
+    from coral_tasks.storage.library import read_current, read_version
     from coral_tasks.storage.objects import open_store
 
-    library = read_current(open_store(request.library))
+    store, pinned = open_store(request.library), request.library_version
+    library = read_current(store) if pinned is None else read_version(store, pinned)
     previous = None if request.previous is None else read_plan(Path(request.previous))
     nothing = Fleet(nodes=(), instances=())
     return build_problem(

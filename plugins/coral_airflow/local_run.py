@@ -1,13 +1,13 @@
-"""Run DAGs to their end in this process, without a scheduler: ``python local_run.py DAG_ID=JSON …``.
+"""Run DAGs to their end in this process, without a scheduler: ``python local_run.py RESULTS DAG_ID=JSON …``.
 
-Each argument names a DAG and its configuration. Exit status 1 if a run did not succeed; its failed tasks are
-named. Used by ``coral demo``; the runs appear in the UI like any other.
+Each argument after the results file names a DAG and its configuration; they run one after the other until one does
+not succeed. RESULTS receives JSON: for each run its DAG, id, state and the tasks that did not succeed. Used by ``coral
+demo``; the runs appear in the UI like any other.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,30 +15,29 @@ from typing import Any
 
 
 def main(arguments: list[str]) -> int:
-    """Run every named DAG, one after the other; stop at the first that fails."""
+    """Run every named DAG; exit status 1 if one did not succeed."""
     from airflow.configuration import conf
     from airflow.dag_processing.dagbag import DagBag
 
-    logging.disable(logging.INFO)
+    results, wanted = Path(arguments[0]), arguments[1:]
     folder = Path(conf.get("core", "dags_folder"))
     bag = DagBag(folder, bundle_path=folder, bundle_name="dags-folder")
-    if bag.import_errors:
-        for path, error in sorted(bag.import_errors.items()):
-            sys.stderr.write(f"{path}: {error}\n")
-        return 1
-    for argument in arguments:
+    for path, error in sorted(bag.import_errors.items()):
+        sys.stderr.write(f"{path}: {error}\n")
+    done: list[dict[str, Any]] = []
+    for argument in wanted if not bag.import_errors else ():
         dag_id, _, text = argument.partition("=")
-        if not _run(bag.dags[dag_id], json.loads(text or "{}")):
-            return 1
-    return 0
+        done.append(_run(bag.dags[dag_id], json.loads(text or "{}")))
+        results.write_text(json.dumps(done), encoding="utf-8")
+        if done[-1]["state"] != "success":
+            break
+    return 0 if len(done) == len(wanted) and all(run["state"] == "success" for run in done) else 1
 
 
-def _run(dag: Any, run_conf: dict[str, Any]) -> bool:
+def _run(dag: Any, run_conf: dict[str, Any]) -> dict[str, Any]:
     run = dag.test(run_after=datetime.now(UTC), logical_date=None, run_conf=run_conf)
-    failed = sorted(ti.task_id for ti in run.get_task_instances() if ti.state not in ("success", "skipped"))
-    if run.state != "success":
-        sys.stderr.write(f"{dag.dag_id}: run {run.run_id} ended {run.state}; not successful: {', '.join(failed)}\n")
-    return bool(run.state == "success")
+    failed = sorted({ti.task_id for ti in run.get_task_instances() if ti.state == "failed"})
+    return {"dag": dag.dag_id, "run": run.run_id, "state": str(run.state), "failed": failed}
 
 
 if __name__ == "__main__":

@@ -28,10 +28,21 @@ RETRY_FAULTS_ONLY = ExceptionRetryPolicy(
     ]
 )
 
+
+def record_failure(context: Any) -> None:
+    """Keep the message of a failed task beside what its run wrote. Never raises."""
+    from coral_tasks.tasks.failures import record_failure as record
+
+    task = context["task_instance"]
+    suffix = f"-{task.map_index}" if task.map_index >= 0 else ""
+    record(context["run_id"], f"{task.task_id}{suffix}", context.get("exception"))
+
+
 DEFAULT_ARGS: dict[str, Any] = {
     "owner": "coral",
     "retries": 2,
     "retry_delay": timedelta(seconds=10),
     "retry_policy": RETRY_FAULTS_ONLY,
     "execution_timeout": timedelta(minutes=30),
+    "on_failure_callback": record_failure,
 }

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 TASKS = {
-    "coral_template_library": {"plan_profiling", "profile", "build_templates", "publish"},
+    "coral_template_library": {"plan_profiling", "profile", "plan_templates", "build_templates", "publish"},
     "coral_allocation": {
         "open_run",
         "ingest",
