@@ -20,6 +20,9 @@ COLUMNS = (
     *("link2", "link4", "link8", "link_latency_us", "step_ms", "fitted_from"),
 )
 
+KERNELS = "aiconfigurator-core"
+"""How ``fitted_from`` begins where a fit rests on kernel times of that package."""
+
 SHARES = ("compute", "bandwidth", "kv", "expert_compute", "expert_bandwidth", "link2", "link4", "link8")
 MAX_SHARE = 1.0
 """No fit may claim more than a card's peak; a share at this bound says that the term does not bind there."""
@@ -63,6 +66,11 @@ class Efficiency:
     def link_for(self, num_gpus: int) -> float:
         """Share for a node of ``num_gpus``; the next larger measured count."""
         return self.link2 if num_gpus <= 2 else self.link4 if num_gpus <= 4 else self.link8
+
+    @property
+    def from_kernels(self) -> bool:
+        """Whether the factors were fitted to kernel times, which leave out what an engine adds."""
+        return self.fitted_from.startswith(KERNELS)
 
     @property
     def provenance(self) -> str:

@@ -30,7 +30,7 @@ from coral_tasks.profiling.aggregated import (
     family_of,
     predict,
 )
-from coral_tasks.profiling.calibration import COLUMNS, DATA_FILE, MAX_SHARE, SHARES, Efficiency
+from coral_tasks.profiling.calibration import COLUMNS, DATA_FILE, KERNELS, MAX_SHARE, SHARES, Efficiency
 from coral_tasks.profiling.costs import Work, work_for
 from coral_tasks.profiling.database import DatabaseSource, StepTimes, step_times
 from coral_tasks.profiling.helix import (
@@ -245,7 +245,7 @@ def fit_roofline(catalog: Catalog) -> dict[tuple[str, Phase], Efficiency]:
     for phase in (Phase.PREFILL, Phase.DECODE):
         for gpu in DATABASE_GPUS:
             times = database_layer_times(gpu, phase, FIT_MODELS, catalog, database)
-            source = f"aiconfigurator-core {database.version} layer times of {' '.join(FIT_MODELS)}"
+            source = f"{KERNELS} {database.version} layer times of {' '.join(FIT_MODELS)}"
             found[gpu, phase] = fit_to_database(times, source)
         for gpu in HELIX_GPUS:
             rows = [row for row in read_layer_times() if row.gpu == gpu and row.phase is phase and row.for_fit]

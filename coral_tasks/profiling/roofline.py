@@ -5,7 +5,7 @@ Owns the formulae; the factors come from ``calibration``. Knows every GPU type w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from coral_tasks.domain.hardware import CPU_ARCHITECTURE, IntraNodeLink
 from coral_tasks.domain.models import AttentionKind, ServedModel
 from coral_tasks.domain.names import Phase
 from coral_tasks.domain.profiles import ProfileSource
+from coral_tasks.profiling.aggregated import planning_correction
 from coral_tasks.profiling.calibration import Efficiency, load_calibration
 from coral_tasks.profiling.costs import LayerCosts, Work
 from coral_tasks.profiling.memory import (
@@ -44,7 +45,26 @@ class RooflineSource:
         efficiency = self.calibration.get((gpu.name, work.phase))
         if gpu.architecture == CPU_ARCHITECTURE or efficiency is None:
             return None
-        return roofline_costs(work, efficiency)
+        return corrected(roofline_costs(work, efficiency), work, efficiency)
+
+
+def corrected(costs: LayerCosts, work: Work, efficiency: Efficiency) -> LayerCosts:
+    """Costs times what end-to-end measurements of the family showed over kernel times (``corrections.csv``).
+
+    For sparse models always, since factors of experts come from kernel times on every card; for dense ones where all
+    factors do. Without it a card that only the roofline knows would look faster than one in the database.
+    """
+    sparse = work.model.experts is not None
+    if not (sparse or efficiency.from_kernels):
+        return costs
+    correction = planning_correction(work.model.hub_name, sparse=sparse)
+    factor = correction.for_phase(work.phase)
+    return replace(
+        costs,
+        layer_s=costs.layer_s * factor,
+        constant_s=(costs.constant_s - efficiency.step_s) * factor + efficiency.step_s,
+        provenance=f"{costs.provenance}; correction {correction.family}",
+    )
 
 
 def roofline_costs(work: Work, efficiency: Efficiency) -> LayerCosts:

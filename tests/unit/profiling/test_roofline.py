@@ -11,6 +11,7 @@ import pytest
 from coral_tasks.catalog import load_catalog
 from coral_tasks.domain.errors import StorageFault, ValidationFailed
 from coral_tasks.domain.names import Phase
+from coral_tasks.profiling.aggregated import load_corrections
 from coral_tasks.profiling.calibration import DATA_FILE, Efficiency, load_calibration
 from coral_tasks.profiling.costs import Work
 from coral_tasks.profiling.memory import Parallelism
@@ -145,6 +146,27 @@ def test_a_missing_calibration_file_is_named(tmp_path: Path) -> None:
     """A missing file is a storage fault with its name."""
     with pytest.raises(StorageFault, match=r"none\.csv"):
         load_calibration(tmp_path / "none.csv")
+
+
+def test_sparse_models_are_corrected_like_in_the_database() -> None:
+    """Qwen3-235B decodes slower than kernels say: the roofline applies the family's factor, on every card alike."""
+    one = work("qwen3-235b", "L4x8", Phase.DECODE, 1000, (8,), tp=8)
+    factors = load_calibration()["L4", Phase.DECODE]
+    costs = RooflineSource.load().costs(one)
+    assert costs is not None
+    factor = load_corrections()["qwen3-235b"].decode
+    assert costs.layer_s == pytest.approx(layer_s(one, factors) * factor)
+    assert "correction qwen3-235b" in costs.provenance
+
+
+def test_dense_models_are_corrected_only_where_factors_come_from_kernels() -> None:
+    """The L4's factors come from measured layers and stand as they are; the H100's from kernels and are corrected."""
+    for name, factor in (("L4x1", 1.0), ("H100x1", load_corrections()["llama-70b"].decode)):
+        one = work("qwen3-32b", name, Phase.DECODE, 1000, (8,))
+        costs = RooflineSource.load().costs(one)
+        assert costs is not None
+        factors = load_calibration()[one.configuration.gpu.name, Phase.DECODE]
+        assert costs.layer_s == pytest.approx(layer_s(one, factors) * factor)
 
 
 def test_a_share_above_the_peak_is_refused() -> None:
