@@ -6,13 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.placement.jit import compiled
-from coral_tasks.placement.kernel_common import fill_sub_ids
+from coral_tasks.placement.kernel_common import Placements, fill_sub_ids
 
 
 @compiled
-def stage_for_extra_node(
-    table: NDArray[np.float64], c: int, row: int, out: tuple[NDArray[np.int8], NDArray[np.int16], NDArray[np.int16]]
-) -> int:
+def stage_for_extra_node(table: NDArray[np.float64], c: int, row: int, out: Placements) -> int:
     """Stage in which a node of configuration ``c`` would do most, the first of equals."""
     _, stage_layers, stage_quanta = out
     best, best_value = 0, -1.0
@@ -31,7 +29,7 @@ def inherit_placements(
     child: NDArray[np.int32],
     offsets: NDArray[np.int64],
     values: NDArray[np.float64],
-    out: tuple[NDArray[np.int8], NDArray[np.int16], NDArray[np.int16]],
+    out: Placements,
 ) -> None:
     """Fill, by rising id, every row that has a throughput and no placement from the row with one node fewer.
 

@@ -6,10 +6,28 @@ first, so that equal stages have bitwise equal values and every comparison can b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.placement.jit import compiled
+
+
+class Stages(NamedTuple):
+    """Stages of one node list: canonical mask of its nodes, layers, quanta."""
+
+    masks: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    shares: NDArray[np.int64]
+
+
+class Placements(NamedTuple):
+    """Output rows, see ``search.Solutions``."""
+
+    slot_stage: NDArray[np.int8]
+    stage_layers: NDArray[np.int16]
+    stage_quanta: NDArray[np.int16]
 
 
 @compiled
@@ -46,46 +64,50 @@ def best_without_one(sub: NDArray[np.int32], size: int, values: NDArray[np.float
 
 
 @compiled
-def stage_value(
-    table: NDArray[np.float64], slots: NDArray[np.int16], size: int, mask: int, layer: int, share: int
-) -> float:
-    """Throughput of the nodes of ``mask`` with ``layer + 1`` layers and ``share + 1`` quanta."""
-    total = 0.0
+def fill_members(nodes: NDArray[np.int16], size: int, mask: int, members: NDArray[np.int64]) -> int:
+    """Configurations of the nodes of ``mask``, in order; returns how many there are."""
+    count = 0
     for slot in range(size):
         if mask >> slot & 1:
-            total += table[slots[slot], layer, share]
+            members[count] = nodes[slot]
+            count += 1
+    return count
+
+
+@compiled
+def stage_value(table: NDArray[np.float64], members: NDArray[np.int64], count: int, layer: int, share: int) -> float:
+    """Throughput of the first ``count`` members with ``layer + 1`` layers and ``share + 1`` quanta."""
+    total = 0.0
+    for i in range(count):
+        total += table[members[i], layer, share]
     return total
 
 
 @compiled
 def trim_layers(
-    table: NDArray[np.float64],
-    slots: NDArray[np.int16],
-    size: int,
-    masks: NDArray[np.int64],
-    layers: NDArray[np.int64],
-    shares: NDArray[np.int64],
-    num_stages: int,
+    table: NDArray[np.float64], nodes: NDArray[np.int16], size: int, stages: Stages, num_stages: int
 ) -> float:
     """Take surplus layers away, always from the slowest stage; return the throughput reached.
 
-    ``layers``: layers of each stage, at least 1, L or more in all; changed in place to L in all. ``shares``: quanta.
-    With shares fixed the result is optimal: what remains are the L largest values of the stages' merged lists.
+    Layers of each stage must be at least 1, and L or more in all; they are changed in place to L in all. With shares
+    fixed the result is optimal: what remains are the L largest values of the stages' merged lists.
     """
-    num_layers = table.shape[1]
-    surplus = -num_layers
+    surplus = -table.shape[1]
+    members = np.empty(size, dtype=np.int64)
     values = np.empty(num_stages)
     for s in range(num_stages):
-        surplus += layers[s]
-        values[s] = stage_value(table, slots, size, masks[s], layers[s] - 1, shares[s] - 1)
+        surplus += stages.layers[s]
+        count = fill_members(nodes, size, stages.masks[s], members)
+        values[s] = stage_value(table, members, count, stages.layers[s] - 1, stages.shares[s] - 1)
     while surplus > 0:
         slowest = -1
         for s in range(num_stages):
-            if layers[s] > 1 and (slowest < 0 or values[s] < values[slowest]):
+            if stages.layers[s] > 1 and (slowest < 0 or values[s] < values[slowest]):
                 slowest = s
-        layers[slowest] -= 1
+        stages.layers[slowest] -= 1
         surplus -= 1
-        values[slowest] = stage_value(table, slots, size, masks[slowest], layers[slowest] - 1, shares[slowest] - 1)
+        count = fill_members(nodes, size, stages.masks[slowest], members)
+        values[slowest] = stage_value(table, members, count, stages.layers[slowest] - 1, stages.shares[slowest] - 1)
     best = np.inf
     for s in range(num_stages):
         best = min(best, values[s])
@@ -106,29 +128,21 @@ def join_masks(nodes: NDArray[np.int16], size: int, left: int, right: int) -> in
 
 @compiled
 def write_placement(
-    row: int,
-    nodes: NDArray[np.int16],
-    size: int,
-    masks: NDArray[np.int64],
-    layers: NDArray[np.int64],
-    shares: NDArray[np.int64],
-    num_stages: int,
-    out: tuple[NDArray[np.int8], NDArray[np.int16], NDArray[np.int16]],
+    row: int, nodes: NDArray[np.int16], size: int, stages: Stages, num_stages: int, out: Placements
 ) -> None:
-    """Store stage of each slot, layers and quanta of each stage in row ``row`` of the three output arrays.
+    """Store stage of each slot, layers and quanta of each stage in row ``row`` of the output.
 
     Masks are canonical, so equal nodes of different stages may name the same slot: each takes the next free one.
     """
-    slot_stage, stage_layers, stage_quanta = out
-    slot_stage[row, :] = -1
-    stage_layers[row, :] = 0
-    stage_quanta[row, :] = 0
+    out.slot_stage[row, :] = -1
+    out.stage_layers[row, :] = 0
+    out.stage_quanta[row, :] = 0
     for s in range(num_stages):
-        stage_layers[row, s] = layers[s]
-        stage_quanta[row, s] = shares[s]
+        out.stage_layers[row, s] = stages.layers[s]
+        out.stage_quanta[row, s] = stages.shares[s]
         for slot in range(size):
-            if masks[s] >> slot & 1:
+            if stages.masks[s] >> slot & 1:
                 for free in range(size):
-                    if slot_stage[row, free] < 0 and nodes[free] == nodes[slot]:
-                        slot_stage[row, free] = s
+                    if out.slot_stage[row, free] < 0 and nodes[free] == nodes[slot]:
+                        out.slot_stage[row, free] = s
                         break

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 
 from coral_tasks.placement.jit import compiled
 from coral_tasks.placement.kernel_common import (
+    Placements,
+    Stages,
     best_without_one,
+    fill_members,
     fill_sub_ids,
     pattern_row,
     stage_value,
@@ -23,13 +26,13 @@ from coral_tasks.placement.kernel_common import (
 
 @compiled
 def capacity_above(
-    table: NDArray[np.float64], slots: NDArray[np.int16], size: int, mask: int, share: int, target: float, high: int
+    table: NDArray[np.float64], members: NDArray[np.int64], count: int, share: int, target: float
 ) -> int:
-    """Most layers (at most ``high``) that the nodes of ``mask`` hold strictly above ``target`` at ``share + 1``."""
-    low = 0
+    """Most layers that the first ``count`` members hold strictly above ``target`` with ``share + 1`` quanta."""
+    low, high = 0, table.shape[1]
     while low < high:
         middle = (low + high) >> 1
-        if stage_value(table, slots, size, mask, middle, share) > target:
+        if stage_value(table, members, count, middle, share) > target:
             low = middle + 1
         else:
             high = middle
@@ -89,7 +92,7 @@ def solve_equal(
     patterns: tuple[NDArray[np.int32], NDArray[np.uint16]],
     bounds: tuple[NDArray[np.float64], NDArray[np.float64]],
     best: NDArray[np.float64],
-    out: tuple[NDArray[np.int8], NDArray[np.int16], NDArray[np.int16]],
+    out: Placements,
 ) -> None:
     """Optimum of the multisets ``first`` to ``last``, all of ``size`` nodes.
 
@@ -103,9 +106,8 @@ def solve_equal(
     sub = np.empty(1 << size, dtype=np.int32)
     capacity = np.zeros(1 << size, dtype=np.int64)
     stage_of = np.zeros(1 << size, dtype=np.int64)
-    masks = np.zeros(size, dtype=np.int64)
-    layers = np.zeros(size, dtype=np.int64)
-    shares = np.zeros(size, dtype=np.int64)
+    members = np.zeros(size, dtype=np.int64)
+    stages = Stages(np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64))
     stamp = 0
     for n in range(first, last):
         nodes = slots[n]
@@ -124,14 +126,15 @@ def solve_equal(
                         mask = part_mask[part, s]
                         if stage_of[mask] != stamp:
                             stage_of[mask] = stamp
-                            capacity[mask] = capacity_above(table, nodes, size, mask, share - 1, target, num_layers)
+                            count = fill_members(nodes, size, mask, members)
+                            capacity[mask] = capacity_above(table, members, count, share - 1, target)
                 part, total = most_layers(part_mask, start, end, num_stages, capacity)
                 if total < num_layers:
                     break
                 for s in range(num_stages):
-                    masks[s] = part_mask[part, s]
-                    layers[s] = capacity[masks[s]]
-                    shares[s] = share
-                target = trim_layers(table, nodes, size, masks, layers, shares, num_stages)
-                write_placement(n - first, nodes, size, masks, layers, shares, num_stages, out)
+                    stages.masks[s] = part_mask[part, s]
+                    stages.layers[s] = capacity[part_mask[part, s]]
+                    stages.shares[s] = share
+                target = trim_layers(table, nodes, size, stages, num_stages)
+                write_placement(n - first, nodes, size, stages, num_stages, out)
         best[n - first] = target

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.placement.jit import compiled
-from coral_tasks.placement.kernel_common import trim_layers, write_placement
+from coral_tasks.placement.kernel_common import Placements, fill_members, trim_layers, write_placement
 from coral_tasks.placement.kernel_equal import capacity_above
-from coral_tasks.placement.kernel_free import climb
+from coral_tasks.placement.kernel_partition import Scratch, climb, new_scratch
 
 
 @compiled
@@ -25,26 +25,24 @@ def has_one_degree(nodes: NDArray[np.int16], size: int, tp_degree: NDArray[np.in
 
 @compiled
 def equal_shares_of_single_nodes(
-    table: NDArray[np.float64],
-    nodes: NDArray[np.int16],
-    size: int,
-    stages: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    table: NDArray[np.float64], nodes: NDArray[np.int16], size: int, scratch: Scratch
 ) -> float:
     """Throughput with one node per stage and equal shares, layers and shares filled in; 0 if nothing fits."""
-    masks, layers, shares = stages
+    stages = scratch.stages
     num_layers, num_quanta = table.shape[1], table.shape[2]
     if num_quanta % size:
         return 0.0
     total = 0
     for s in range(size):
-        shares[s] = num_quanta // size
-        layers[s] = capacity_above(table, nodes, size, masks[s], shares[s] - 1, 0.0, num_layers)
-        if layers[s] == 0:
+        count = fill_members(nodes, size, stages.masks[s], scratch.members)
+        stages.shares[s] = num_quanta // size
+        stages.layers[s] = capacity_above(table, scratch.members, count, stages.shares[s] - 1, 0.0)
+        if stages.layers[s] == 0:
             return 0.0
-        total += layers[s]
+        total += stages.layers[s]
     if total < num_layers or size > num_layers:
         return 0.0
-    return trim_layers(table, nodes, size, masks, layers, shares, size)
+    return trim_layers(table, nodes, size, stages, size)
 
 
 @compiled
@@ -57,24 +55,22 @@ def solve_single_nodes(
     tp_degree: NDArray[np.int64],
     equal: bool,
     best: NDArray[np.float64],
-    out: tuple[NDArray[np.int8], NDArray[np.int16], NDArray[np.int16]],
+    out: Placements,
 ) -> None:
     """Optimum of ids ``first`` to ``last`` of ``size`` nodes with one node per stage, by id in ``best`` and ``out``.
 
     0 where the degrees differ or nothing fits.
     """
-    width = (table.shape[2] + 16) // 16 * 16
-    work = (np.zeros((size, width), dtype=np.int16), np.zeros((size + 1, width), dtype=np.int16))
-    stages = (np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
+    scratch = new_scratch(size, table.shape[2])
     for n in range(first, last):
         nodes = slots[n]
         if not has_one_degree(nodes, size, tp_degree):
             continue
         for slot in range(size):
-            stages[0][slot] = 1 << slot
+            scratch.stages.masks[slot] = 1 << slot
         if equal:
-            best[n] = equal_shares_of_single_nodes(table, nodes, size, stages)
+            best[n] = equal_shares_of_single_nodes(table, nodes, size, scratch)
             if best[n] > 0:
-                write_placement(n, nodes, size, stages[0], stages[1], stages[2], size, out)
+                write_placement(n, nodes, size, scratch.stages, size, out)
         elif size <= table.shape[1]:
-            best[n] = climb(table, nodes, size, stages, size, 0.0, False, work, n, out)
+            best[n] = climb(table, nodes, size, size, 0.0, False, scratch, n, out)

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from coral_tasks.domain.names import LatencySplit
 from coral_tasks.placement.combinations import CombinationTree
 from coral_tasks.placement.inherit import inherit_placements
+from coral_tasks.placement.kernel_common import Placements
 from coral_tasks.placement.kernel_equal import solve_equal
-from coral_tasks.placement.kernel_free import solve_free
+from coral_tasks.placement.kernel_free import SHARED_SIZE, Splits, solve_free
 from coral_tasks.placement.kernel_vllm import solve_single_nodes
 from coral_tasks.placement.patterns import pattern_tables
 
-LEVEL_RATIO: Final = 1.02
+LEVEL_RATIO: Final = 1.04
 """Step of the grid of targets: finer means fewer partitions to walk at the end, coarser fewer levels to climb."""
 
 MAX_LAYERS: Final = 1000
-"""Layer sums must fit 16 bits, see ``kernel_free.NEVER``."""
+"""Layer sums must fit 16 bits, see ``kernel_partition.NEVER``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,14 +128,17 @@ def solve_chunk(
     size = int(np.searchsorted(tree.offsets, first, side="right")) - 1
     smaller = values[: tree.offsets[size]]
     patterns = pattern_tables(tree.max_nodes)
-    out = (found.slot_stage, found.stage_layers, found.stage_quanta)
+    out = Placements(found.slot_stage, found.stage_layers, found.stage_quanta)
     if split is LatencySplit.EQUAL:
         parts = (patterns.part_ptr, patterns.part_mask)
         bounds = (levels, layer_bounds(table, levels, tree.max_nodes))
         solve_equal(table, tree.slots, tree.child, first, last, size, smaller, parts, bounds, found.throughput, out)
     else:
-        splits = (patterns.entry, patterns.split_ptr, patterns.split_block, patterns.split_rest)
-        solve_free(table, tree.slots, tree.child, first, last, size, smaller, splits, levels, found.throughput, out)
+        splits = Splits(patterns.entry, patterns.split_ptr, patterns.split_block, patterns.split_rest)
+        shared = int(tree.offsets[SHARED_SIZE[size] + 1])
+        solve_free(
+            table, tree.slots, tree.child, first, last, size, smaller, splits, levels, shared, found.throughput, out
+        )
     return found
 
 
@@ -156,7 +160,7 @@ def solve_vllm(
     must be a stage of its own.
     """
     found = Solutions.empty(tree.total, tree.max_nodes)
-    out = (found.slot_stage, found.stage_layers, found.stage_quanta)
+    out = Placements(found.slot_stage, found.stage_layers, found.stage_quanta)
     equal = split is LatencySplit.EQUAL
     for size in range(1, tree.max_nodes + 1):
         first, last = int(tree.offsets[size]), int(tree.offsets[size + 1])
@@ -166,5 +170,5 @@ def solve_vllm(
 
 def complete_placements(table: NDArray[np.float64], tree: CombinationTree, found: Solutions) -> None:
     """Give every row with a throughput a placement, in place."""
-    out = (found.slot_stage, found.stage_layers, found.stage_quanta)
+    out = Placements(found.slot_stage, found.stage_layers, found.stage_quanta)
     inherit_placements(table, tree.slots, tree.child, tree.offsets, found.throughput, out)
