@@ -49,6 +49,43 @@ there."""
 CONSTANT_OPS = ("embedding", "logits_gemm", "embedding_ar", "p2p")
 """Operations that run once per step, whatever the number of layers. The hop between nodes is ours, not p2p."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRange:
+    """Largest batch of each kind that the tables of a system hold (aiconfigurator-core 0.12.0, read from its files).
+
+    The package prices what lies beyond by its formulae and still calls it silicon, so the bounds are kept here.
+    ``tokens``: rows of a matrix product; ``expert_tokens``: tokens of a layer of experts; ``prompt_tokens``,
+    ``prompts``, ``prompt_batch_tokens``: prefill attention; ``sequences``, ``context_tokens``, ``cached_tokens``: decode attention.
+    The head may be wider than the 65,536 columns there; it is one product of a whole step and not counted.
+    """
+
+    tokens: int = 32_768
+    expert_tokens: int = 16_384
+    prompt_tokens: int = 16_384
+    prompts: int = 256
+    prompt_batch_tokens: int = 131_072
+    sequences: int = 2048
+    context_tokens: int = 131_072
+    cached_tokens: int = 16_777_216
+
+    def outside(self, work: Work) -> NDArray[np.bool_]:
+        """Which batches leave the range, shape (B,)."""
+        count = np.asarray(work.sequences, dtype=np.float64)
+        limit = min(self.tokens, self.expert_tokens) if work.model.experts is not None else self.tokens
+        beyond = work.tokens > limit
+        if work.phase is Phase.PREFILL:
+            beyond |= (count > self.prompts) | (work.tokens > self.prompt_batch_tokens)
+            return np.asarray(beyond | (work.context_tokens > self.prompt_tokens))
+        beyond |= (count > self.sequences) | (count * work.context_tokens > self.cached_tokens)
+        return np.asarray(beyond | (work.context_tokens > self.context_tokens))
+
+
+RANGES: Mapping[str, KernelRange] = {
+    "a100_sxm": KernelRange(tokens=8192, expert_tokens=65_536, cached_tokens=8_388_608)
+}
+"""Ranges by system; the default for all others."""
+
 HEADED_OPS = ("ContextAttention", "GenerationAttention")
 KNOWN_KV_HEADS = (1, 2, 4, 8)
 
@@ -124,7 +161,10 @@ class DatabaseSource:
         return LayerCosts(
             layer_s=per_layer * scale,
             constant_s=constant[0] * scale + step_s,
-            extrapolated=beyond | ops.approximated | (memory_factor != 1.0),
+            extrapolated=RANGES.get(system, KernelRange()).outside(work)
+            | beyond
+            | ops.approximated
+            | (memory_factor != 1.0),
             source=ProfileSource.DATABASE,
             provenance=f"{self._provenance(system, memory_factor)}; correction {correction.family}",
         )
@@ -141,7 +181,7 @@ class DatabaseSource:
         for batch in work.sequences:
             parts = engine.evaluate_ops_json(ops_json, prefill, round(batch), length, 0, 1.0, None)
             seconds.append(sum(part[1] for part in parts) / 1e3)
-            beyond.append(any(part[3] == "empirical" and not _by_formula(part[0]) for part in parts))
+            beyond.append(any(part[1] > 0 and part[3] == "empirical" and not _by_formula(part[0]) for part in parts))
         return np.asarray(seconds), np.asarray(beyond, dtype=bool)
 
     def _operations(self, work: Work) -> _Ops | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,31 @@ def test_unmeasured_head_counts_are_scaled_and_marked(database: DatabaseSource) 
     costs = database.costs(work("phi-4-14b", "L40Sx1", Phase.DECODE))
     assert costs is not None
     assert costs.extrapolated.all()
+
+
+def test_batches_beyond_the_tables_are_marked_never_clamped(database: DatabaseSource) -> None:
+    """Prompts of 20,000 tokens and batches of 4096 sequences were never measured: marked, and dearer than inside."""
+    inside = work("llama3-70b", "H100x8", Phase.DECODE)
+    wide = replace(inside, sequences=(2048, 4096))
+    costs = database.costs(wide)
+    assert costs is not None
+    assert costs.extrapolated.tolist() == [False, True]
+    assert costs.layer_s[1, 0] > costs.layer_s[0, 0]
+    long = replace(work("llama3-70b", "H100x8", Phase.PREFILL), sequences=(1,), context_tokens=20_000)
+    marked = database.costs(long)
+    assert marked is not None
+    assert marked.extrapolated.tolist() == [True]
+    within = database.costs(replace(long, context_tokens=8000))
+    assert within is not None
+    assert within.extrapolated.tolist() == [False]
+
+
+def test_an_a100s_tables_end_earlier(database: DatabaseSource) -> None:
+    """Its matrix products end at 8192 rows, where the H100's go on to 32,768."""
+    wide = replace(work("llama3-70b", "A100-80GBx8", Phase.PREFILL), sequences=(8, 9), context_tokens=1000)
+    costs = database.costs(wide)
+    assert costs is not None
+    assert costs.extrapolated.tolist() == [False, True]
 
 
 def test_times_grow_with_the_batch(database: DatabaseSource) -> None:
