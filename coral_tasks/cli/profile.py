@@ -43,6 +43,9 @@ def build(
     typer.echo(f"version {manifest['version']}: {len(manifest['tables'])} tables in {folder}")
     for one in manifest["missing"]:
         typer.echo(f"left out: {one['model']} {one['phase']} {one['configuration']}: {one['reason']}")
+    for one in manifest["unreachable"]:
+        needs = f"{one['needed_s']:.4g} s alone on {one['configuration']}, limit {one['limit_s']:g} s"
+        typer.echo(f"infeasible by SLO: {one['model']} {one['phase']} needs {needs}")
     for one in manifest["repairs"]:
         typer.echo(f"made monotone: {one['model']} {one['phase']} {one['configuration']}, {one['largest_change']:.2%}")
 

@@ -6,7 +6,7 @@ places layers, never plans and never imports vLLM into this interpreter.
 API::
 
     build_profile_tables(setup, *, sources=None, parameters=None) -> tuple[ProfileTable, ...]
-    build_profiles(setup, ...) -> BuildReport            # also what is missing and what was repaired
+    build_profiles(setup, ...) -> BuildReport            # also what is missing, repaired, or out of reach of its SLO
     default_sources() -> (DatabaseSource?, RooflineSource)
     MemoryParameters, stage_memory, kv_bytes_per_layer, layer_weight_bytes, choose_parallelism   (memory)
 """
@@ -14,6 +14,7 @@ API::
 from coral_tasks.profiling.build import (
     BuildReport,
     MissingProfile,
+    UnreachableSlo,
     build_profile_tables,
     build_profiles,
     default_sources,
@@ -24,6 +25,7 @@ __all__ = [
     "BuildReport",
     "MemoryParameters",
     "MissingProfile",
+    "UnreachableSlo",
     "build_profile_tables",
     "build_profiles",
     "default_sources",

@@ -39,12 +39,30 @@ class MissingProfile:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreachableSlo:
+    """A limit below what one lone request needs on the fastest configuration, memory left aside.
+
+    ``needed_s``: all layers of the model on ``configuration``, alone and without hops.
+    """
+
+    model: ModelId
+    phase: Phase
+    limit_s: float
+    needed_s: float
+    configuration: NodeConfigurationId
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildReport:
-    """Tables with what is missing, and the largest repair per (model, phase, configuration) where there was one."""
+    """Tables with what is missing, and the largest repair per (model, phase, configuration) where there was one.
+
+    ``unreachable``: models and phases that no placement can serve because of their SLO, whatever memory there is.
+    """
 
     tables: tuple[ProfileTable, ...]
     missing: tuple[MissingProfile, ...]
+    unreachable: tuple[UnreachableSlo, ...] = ()
     repairs: dict[tuple[ModelId, Phase, NodeConfigurationId], float] = field(default_factory=dict)
 
 
@@ -79,16 +97,18 @@ def build_profiles(
     memory = parameters or MemoryParameters()
     tables: list[ProfileTable] = []
     missing: list[MissingProfile] = []
+    unreachable: list[UnreachableSlo] = []
     repairs: dict[tuple[ModelId, Phase, NodeConfigurationId], float] = {}
     for entry in setup.models:
         for phase in PHASES:
             rows, lost = _rows(entry, phase, setup.configurations, chosen, memory)
             missing += lost
             tables.append(_table(entry, phase, rows, memory))
+            unreachable += _unreachable(entry, phase, rows)
             for row in rows:
                 if row.node.repaired > 0:
                     repairs[entry.model.id, phase, row.work.configuration.id] = row.node.repaired
-    return BuildReport(tables=tuple(tables), missing=tuple(missing), repairs=repairs)
+    return BuildReport(tables=tuple(tables), missing=tuple(missing), unreachable=tuple(unreachable), repairs=repairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,6 +140,17 @@ def _rows(
             continue
         rows.append(_Row(work=work, costs=costs, node=reduce_costs(work, costs, entry.slo, entry.shape, memory)))
     return rows, missing
+
+
+def _unreachable(entry: SetupModel, phase: Phase, rows: Sequence[_Row]) -> list[UnreachableSlo]:
+    """The SLO's verdict on one lone request: a list of one if even the fastest configuration is too slow."""
+    needed, fastest = min((float(row.costs.stage_s()[0, -1]), row.work.configuration.id) for row in rows)
+    limit = entry.slo.limit_s(phase)
+    if needed <= limit:
+        return []
+    found = UnreachableSlo(model=entry.model.id, phase=phase, limit_s=limit, needed_s=needed, configuration=fastest)
+    LOG.warning("%s %s: infeasible by SLO: %s", entry.model.id, phase, found)
+    return [found]
 
 
 def best_costs(work: Work, sources: Sequence[CostSource]) -> LayerCosts | None:

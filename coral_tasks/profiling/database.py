@@ -56,7 +56,8 @@ class KernelRange:
 
     The package prices what lies beyond by its formulae and still calls it silicon, so the bounds are kept here.
     ``tokens``: rows of a matrix product; ``expert_tokens``: tokens of a layer of experts; ``prompt_tokens``,
-    ``prompts``, ``prompt_batch_tokens``: prefill attention; ``sequences``, ``context_tokens``, ``cached_tokens``: decode attention.
+    ``prompts``, ``prompt_batch_tokens``: prefill attention; ``sequences``, ``context_tokens``, ``cached_tokens``:
+    decode attention.
     The head may be wider than the 65,536 columns there; it is one product of a whole step and not counted.
     """
 

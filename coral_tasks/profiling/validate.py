@@ -135,7 +135,7 @@ def roofline_predictor(catalog: Catalog | None = None) -> Predictor:
 def _model(catalog: Catalog, point: AggregatedPoint) -> ServedModel:
     name = POINT_MODELS.get(point.model)
     if name is None:
-        message = f"{point.model} is not in the catalogue"
+        message = f"{point.model} is not in the catalogue; known: {', '.join(sorted(POINT_MODELS))}"
         raise Unavailable(message)
     model = catalog.model(name)
     if point.gemm_quant == "fp8":
@@ -146,7 +146,7 @@ def _model(catalog: Catalog, point: AggregatedPoint) -> ServedModel:
 def _configuration(catalog: Catalog, point: AggregatedPoint) -> NodeConfiguration:
     gpu = SYSTEM_GPU.get(point.system)
     if gpu is None:
-        message = f"system {point.system} has no GPU type in the catalogue"
+        message = f"system {point.system} has no GPU type in the catalogue; known: {', '.join(sorted(SYSTEM_GPU))}"
         raise Unavailable(message)
     link = IntraNodeLink.NVLINK if catalog.gpu_type(gpu).nvlink_bytes_per_s else IntraNodeLink.PCIE
     return NodeConfiguration(

@@ -78,6 +78,7 @@ def _manifest(report: BuildReport, setup_name: str, version: str) -> dict[str, A
             {"file": f"{table.model}-{table.phase}.parquet", "version": table.version} for table in report.tables
         ],
         "missing": [asdict(one) for one in report.missing],
+        "unreachable": [asdict(one) for one in report.unreachable],
         "repairs": [
             {"model": model, "phase": phase, "configuration": configuration, "largest_change": change}
             for (model, phase, configuration), change in sorted(report.repairs.items())

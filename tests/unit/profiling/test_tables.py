@@ -109,6 +109,19 @@ def test_a_ttft_below_a_lone_prompts_time_is_the_slos_fault() -> None:
     assert set(table.limited_by[:30].ravel()) == {LimitedBy.LATENCY}
 
 
+def test_a_limit_out_of_reach_of_a_lone_request_is_reported_for_the_model() -> None:
+    """Phi-4 with 1 ms to the first token: the report says infeasible by SLO, with what the fastest node would need."""
+    setup = CATALOG.setup("core")
+    entry = next(one for one in setup.models if one.model.id == "phi-4-14b")
+    hasty = entry._replace(slo=LatencySlo(ttft_s=1e-3, tpot_s=entry.slo.tpot_s))
+    report = build_profiles(replace(setup, models=(hasty,)), sources=[ROOFLINE])
+    (found,) = report.unreachable
+    assert (found.model, found.phase, found.limit_s) == ("phi-4-14b", Phase.PREFILL, 1e-3)
+    assert found.needed_s > 0.01
+    assert not report.tables[0].throughput.any()
+    assert build_profiles(replace(setup, models=(entry,)), sources=[ROOFLINE]).unreachable == ()
+
+
 def test_without_room_for_one_request_the_cache_is_the_limit() -> None:
     """Weights fit but no request of p95 length does: 0 by KV, though average requests would fit."""
     work = decode_work((1,))
