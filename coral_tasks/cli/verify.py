@@ -50,3 +50,22 @@ def allocation(
     wrong = [one.file for one in verdicts if not one.agrees]
     if wrong:
         raise Differences(f"{len(wrong)} of {len(verdicts)} differ: {', '.join(wrong)}")
+
+
+@app.command()
+def placement(files: _FILES, as_json: _JSON = False) -> None:
+    """Recompute placement case files in the format of the reference and report every difference."""
+    from coral_tasks.tasks.verify import verify_placement_file
+
+    verdicts = [verify_placement_file(path) for path in files]
+    if as_json:
+        typer.echo(msgspec.json.encode(verdicts))
+    else:
+        for one in verdicts:
+            for case, text in one.differences:
+                typer.echo(f"{one.file}: {case}: {text}")
+            agree = one.num_cases - len({case for case, _ in one.differences})
+            typer.echo(f"{one.file}: {agree} of {one.num_cases} cases agree")
+    wrong = [one.file for one in verdicts if one.differences]
+    if wrong:
+        raise Differences(f"{len(wrong)} of {len(verdicts)} differ: {', '.join(wrong)}")

@@ -125,6 +125,11 @@ def _verdict(tree: CombinationTree, options: BuildOptions, values: NDArray[np.fl
     return verdict
 
 
+def irreducible_ids(tree: CombinationTree, values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Ids of what one or two smaller combinations cannot replace. ``values``: optimum by id."""
+    return np.flatnonzero(_verdict(tree, BuildOptions(max_nodes=tree.max_nodes), values) == KEPT)
+
+
 def _requested(table: ProfileTable, options: BuildOptions, tree: CombinationTree) -> NDArray[np.bool_]:
     wanted = np.zeros(tree.total, dtype=np.bool_)
     index = {name: c for c, name in enumerate(table.configurations)}
