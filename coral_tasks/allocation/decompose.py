@@ -8,7 +8,9 @@ rounded down make the plans feasible. Knows no solver.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -164,67 +166,221 @@ def build_grid(core: _Core, size: int, *, rounds_up: bool) -> Grid:
     return Grid(size=size, rounds_up=rounds_up, units=np.maximum(rounded, 0).astype(np.int64))
 
 
-class _Cover:
-    """Least cost of one phase of a model in one place for every number of units, and how to reach it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tracked:
+    """Supply that a model's own plan may not exceed, followed in the dynamic program of one place.
 
-    def __init__(self, core: _Core, grid: Grid, cost: FloatArray, group: tuple[int, int]) -> None:
-        G = grid.size
-        first, last = group
-        self.value, self._choice = np.empty(G + 1), np.empty(G + 1, dtype=np.int64)
-        best, self._column = np.empty(G + 1), np.empty(G + 1, dtype=np.int64)
-        new_units = np.where(core.columns.kept[first:last], 0, grid.units[first:last])
-        kernels.bucket_best(first, new_units, cost, best, self._column)
-        scratch = (np.empty(G + 1), np.empty(G + 1, dtype=np.int64), np.empty(G + 1, dtype=np.int64))
-        kernels.cover(best, self.value, self._choice, *scratch)
+    ``pools``: (zone, configuration, levels): usage u of supply A counts as floor(u levels / A) of ``levels``, which
+    relaxes the limit and keeps the number of states small. States are mixed-radix numbers of these.
+    """
+
+    pools: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def num_states(self) -> int:
+        """States in all."""
+        return math.prod(levels + 1 for _, _, levels in self.pools)
+
+    def digits(self) -> IntArray:
+        """Levels of each pool in each state, [S, pools]."""
+        found = np.zeros((self.num_states, len(self.pools)), dtype=np.int64)
+        number = np.arange(self.num_states)
+        for k, (_, _, levels) in enumerate(self.pools):
+            found[:, k] = number % (levels + 1)
+            number = number // (levels + 1)
+        return found
+
+    def number(self, digits: IntArray) -> IntArray:
+        """State of each row of digits; -1 where a digit is negative."""
+        total = np.zeros(len(digits), dtype=np.int64)
+        scale = 1
+        for k, (_, _, levels) in enumerate(self.pools):
+            total += digits[:, k] * scale
+            scale *= levels + 1
+        return np.where((digits < 0).any(axis=1), -1, total)
+
+    def minus(self, used: IntArray) -> IntArray:
+        """State left of every state once ``used`` levels are taken, [S]; -1 where they do not fit."""
+        return self.number(self.digits() - used)
+
+    def levels_used(self, core: _Core, first: int, last: int) -> IntArray:
+        """Levels that one instance of the columns ``first`` to ``last`` uses of each pool, [last - first, pools]."""
+        columns, problem = core.columns, core.problem
+        used = np.zeros((last - first, len(self.pools)), dtype=np.int64)
+        for k, (z, c, levels) in enumerate(self.pools):
+            nodes = problem.templates.nodes[columns.template[first:last], c].astype(np.int64)
+            here = columns.zone[first:last] == z
+            used[:, k] = np.where(here, nodes * levels // max(1, int(problem.available_nodes[z, c])), 0)
+        return used
+
+
+UNTRACKED: Final = Tracked()
+
+
+class _Cover:
+    """Least cost of one phase of a model in one place, by state of the tracked supply and number of units."""
+
+    def __init__(self, core: _Core, grid: Grid, cost: FloatArray, group: tuple[int, int], tracked: Tracked) -> None:
+        self.first, last = group
+        states, G = tracked.num_states, grid.size
+        used = tracked.levels_used(core, self.first, last)
+        kinds, self.kind = np.unique(used, axis=0, return_inverse=True) if tracked.pools else (used[:1], used[:, :0])
+        self.kind = np.zeros(last - self.first, dtype=np.int64) if not tracked.pools else self.kind.ravel()
+        self.rest = np.array([tracked.minus(one) for one in kinds], dtype=np.int64).reshape(-1, states)
+        own = tracked.number(kinds) if tracked.pools else np.zeros(len(kinds), dtype=np.int64)
+        best = np.empty((len(kinds), G + 1))
+        self._column = np.empty((len(kinds), G + 1), dtype=np.int64)
+        new_units = np.where(core.columns.kept[self.first : last], 0, grid.units[self.first : last])
+        kernels.bucket_best(self.first, new_units, self.kind, cost, best, self._column)
+        self.value = np.empty((states, G + 1))
+        self._choice = (np.empty((states, G + 1), dtype=np.int64), np.empty((states, G + 1), dtype=np.int64))
+        kernels.cover(best, own, self.rest, self.value, *self._choice)
         self._units = grid.units
         self._singles: list[tuple[int, NDArray[np.uint8]]] = []
-        for j in np.flatnonzero(core.columns.kept[first:last]) + first:
+        for j in np.flatnonzero(core.columns.kept[self.first : last]) + self.first:
+            rest = self.rest[self.kind[j - self.first]]
             for _ in range(int(core.columns.upper[j])):
-                taken = np.zeros(G + 1, dtype=np.uint8)
-                kernels.add_single(self.value, int(grid.units[j]), float(cost[j]), taken)
+                taken = np.zeros((states, G + 1), dtype=np.uint8)
+                kernels.add_single(self.value, int(grid.units[j]), float(cost[j]), rest, taken)
                 self._singles.append((int(j), taken))
 
-    def trace(self, q: int, into: dict[int, int]) -> None:
-        """Add the columns of a cheapest cover of q units to ``into``."""
+    def trace(self, state: int, q: int, into: dict[int, int]) -> None:
+        """Add the columns of a cheapest cover of q units within a state to ``into``."""
         for j, taken in reversed(self._singles):
-            if taken[q]:
+            if taken[state, q]:
                 into[j] = into.get(j, 0) + 1
                 q = max(0, q - int(self._units[j]))
-        while q > 0 and self._choice[q] >= 0:
-            u = int(self._choice[q])
-            j = int(self._column[u])
+                state = int(self.rest[self.kind[j - self.first], state])
+        while q > 0 and self._choice[0][state, q] >= 0:
+            g, u = int(self._choice[0][state, q]), int(self._choice[1][state, q])
+            j = int(self._column[g, u])
             into[j] = into.get(j, 0) + 1
             q = max(0, q - u)
+            state = int(self.rest[g, state])
+
+
+class _Place:
+    """Everything one model may do in one place: prefill with decode, and aggregated, under the tracked supply."""
+
+    def __init__(self, core: _Core, grid: Grid, cost: FloatArray, m: int, place: int, tracked: Tracked) -> None:
+        problem = core.problem
+        self.place, self.tracked = place, tracked
+        needed = (problem.prompt_tokens[m] > 0, problem.output_tokens[m] > 0, True)
+        self.covers = [
+            _Cover(core, grid, cost, core.group(m, place, phase), tracked) if needed[phase] else None
+            for phase in range(3)
+        ]
+        states = tracked.num_states
+        self.last = states - 1
+        self.within = np.array([tracked.minus(digits) for digits in tracked.digits()]).reshape(states, states).T.copy()
+        self.pairs = self._pairs()
+        self.value = np.full(grid.size + 1, np.inf)
+        for s in range(states):
+            kernels.min_plus(self.pairs[s], self.joint.value[self._left(s)], self.value)
+
+    @property
+    def joint(self) -> _Cover:
+        """The aggregated phase, which every model may use."""
+        cover = self.covers[2]
+        if cover is None:  # never: aggregated instances need no tokens of one phase
+            raise ValueError("the aggregated phase is always covered")
+        return cover
+
+    def _left(self, s: int) -> int:
+        """State left of all supply once ``s`` is taken."""
+        return int(self.within[self.last, s])
+
+    def _pairs(self) -> FloatArray:
+        prefill, decode = self.covers[0], self.covers[1]
+        if prefill is None or decode is None:
+            only = prefill or decode
+            return only.value if only is not None else np.zeros_like(self.joint.value)
+        out = np.empty_like(prefill.value)
+        kernels.pair_up(prefill.value, decode.value, self.within, out)
+        return out
+
+    def trace(self, units: int, into: dict[int, int]) -> None:
+        """Add the columns of a cheapest cover of ``units`` to ``into``."""
+        best, state, part = np.inf, 0, 0
+        for s in range(self.last + 1):
+            joint = self.joint.value[self._left(s)]
+            i = int(kernels.split_point(self.pairs[s], joint, units))
+            value = self.pairs[s, i] + joint[max(0, units - i)]
+            if value < best:
+                best, state, part = value, s, i
+        self.joint.trace(self._left(state), max(0, units - part), into)
+        self._trace_pair(state, part, into)
+
+    def _trace_pair(self, state: int, units: int, into: dict[int, int]) -> None:
+        prefill, decode = self.covers[0], self.covers[1]
+        if prefill is None or decode is None:
+            only = prefill or decode
+            if only is not None:
+                only.trace(state, units, into)
+            return
+        options = [r for r in range(state + 1) if self.within[state, r] >= 0]
+        first = min(options, key=lambda r: prefill.value[r, units] + decode.value[self.within[state, r], units])
+        prefill.trace(first, units, into)
+        decode.trace(int(self.within[state, first]), units, into)
+
+    def completions(self, others: FloatArray, units: IntArray, groups: list[tuple[int, int]]) -> list[FloatArray]:
+        """Least cost of all the rest once one column of each phase's group is used; ``units``: of all columns."""
+        G, states = len(others), self.last + 1
+        beside_joint, beside_pair = np.full((states, G), np.inf), np.full((states, G), np.inf)
+        everything = np.arange(G)
+        for s in range(states):
+            kernels.completion(self.pairs[s], others, everything, beside_joint[s])
+            kernels.completion(self.joint.value[s], others, everything, beside_pair[s])
+        found = []
+        for phase, (first, last) in enumerate(groups):
+            cover = self.covers[phase]
+            rest = beside_joint if phase == 2 else self._beside(1 - phase, beside_pair)
+            found.append(np.zeros(last - first) if cover is None else self._around(cover, rest, units[first:last]))
+        return found
+
+    def _beside(self, partner: int, beside_pair: FloatArray) -> FloatArray:
+        cover = self.covers[partner]
+        if cover is None:
+            return beside_pair
+        out = np.empty_like(beside_pair)
+        kernels.pair_up(cover.value, beside_pair, self.within, out)
+        return out
+
+    def _around(self, cover: _Cover, rest: FloatArray, units: IntArray) -> FloatArray:
+        out = np.full(len(units), np.inf)
+        for g in range(len(cover.rest)):
+            mine = np.flatnonzero(cover.kind == g)
+            distinct, back = np.unique(units[mine], return_inverse=True)
+            low = np.full(len(distinct), np.inf)
+            for s in range(self.last + 1):
+                left = int(cover.rest[g, s])
+                if left >= 0:
+                    kernels.completion(cover.value[left], rest[self._left(s)], distinct, low)
+            out[mine] = low[back]
+        return out
 
 
 class ModelValue:
     """Least adjusted cost of serving one model, shortfall included, at given prices.
 
-    Sources are, for each place, prefill with decode, and aggregated; the shortfall is the last source.
+    Sources are the places; the shortfall is the last source.
     """
 
-    def __init__(self, core: _Core, grid: Grid, cost: FloatArray, m: int) -> None:
+    def __init__(
+        self, core: _Core, grid: Grid, cost: FloatArray, m: int, tracked: Mapping[tuple[int, int], Tracked]
+    ) -> None:
         problem, G = core.problem, grid.size
         self.core, self.grid, self.m = core, grid, m
-        self.covers: list[tuple[_Cover | None, _Cover | None, _Cover]] = []
-        self.sources: list[FloatArray] = []
-        for place in range(problem.num_places):
-            prefill, decode, joint = (self._cover(cost, place, phase) for phase in range(3))
-            self.covers.append((prefill, decode, joint if joint is not None else _Cover(core, grid, cost, (0, 0))))
-            self.sources.append(_sum_of([cover.value for cover in (prefill, decode) if cover is not None], G))
-            self.sources.append(self.covers[-1][2].value)
+        self.places = [
+            _Place(core, grid, cost, m, place, tracked.get((m, place), UNTRACKED))
+            for place in range(problem.num_places)
+        ]
         step = float(problem.required_requests_per_s[m]) / G
         lost: FloatArray = np.arange(G + 1, dtype=np.float64) * step
         lost[1:] *= core.weights[m]
         self.suffix = [lost]
-        for source in reversed(self.sources):
-            self.suffix.insert(0, _min_plus(source, self.suffix[0]))
-
-    def _cover(self, cost: FloatArray, place: int, phase: int) -> _Cover | None:
-        tokens = (self.core.problem.prompt_tokens, self.core.problem.output_tokens)
-        if phase < 2 and tokens[phase][self.m] <= 0:
-            return None
-        return _Cover(self.core, self.grid, cost, self.core.group(self.m, place, phase))
+        for place in reversed(self.places):
+            self.suffix.insert(0, _min_plus(place.value, self.suffix[0]))
 
     @property
     def value(self) -> float:
@@ -237,56 +393,30 @@ class ModelValue:
             return None
         counts: dict[int, int] = {}
         left = self.grid.size
-        for k, source in enumerate(self.sources):
-            part = int(kernels.split_point(source, self.suffix[k + 1], left))
-            self._trace(k, part, counts)
+        for k, place in enumerate(self.places):
+            part = int(kernels.split_point(place.value, self.suffix[k + 1], left))
+            place.trace(part, counts)
             left = max(0, left - part)
         return model_plan(self.core, self.m, counts)
 
-    def _trace(self, k: int, units: int, counts: dict[int, int]) -> None:
-        prefill, decode, joint = self.covers[k // 2]
-        chosen = (joint,) if k % 2 else (prefill, decode)
-        for cover in chosen:
-            if cover is not None:
-                cover.trace(units, counts)
-
-    def completions(self) -> list[tuple[int, int, FloatArray]]:
-        """(place, phase, E): E[u] = least cost of all the rest once a column of that group with u units is used."""
+    def completions(self) -> list[tuple[tuple[int, int], FloatArray]]:
+        """For each group of columns (first, last): the least cost of all the rest once one of them is used."""
         G = self.grid.size
         prefix: FloatArray = np.full(G + 1, np.inf)
         prefix[0] = 0.0
         found = []
-        for k, source in enumerate(self.sources):
-            others: FloatArray = _min_plus(prefix, self.suffix[k + 1])[
-                ::-1
-            ].copy()  # others[q]: the rest covers G - q units
-            place, joint = divmod(k, 2)
-            prefill, decode, aggregated = self.covers[place]
-            members = ((2, aggregated, None),) if joint else ((0, prefill, decode), (1, decode, prefill))
-            for phase, cover, partner in members:
-                if cover is not None:
-                    rest = others if partner is None else others + partner.value
-                    found.append((place, phase, _completion(cover.value, rest)))
-            prefix = _min_plus(prefix, source)
+        for k, place in enumerate(self.places):
+            # others[q]: the rest covers G - q units
+            others: FloatArray = _min_plus(prefix, self.suffix[k + 1])[::-1].copy()
+            groups = [self.core.group(self.m, place.place, phase) for phase in range(3)]
+            found += list(zip(groups, place.completions(others, self.grid.units, groups), strict=True))
+            prefix = _min_plus(prefix, place.value)
         return found
 
 
-def _sum_of(parts: list[FloatArray], size: int) -> FloatArray:
-    total = np.zeros(size + 1)
-    for part in parts:
-        total = total + part
-    return total
-
-
 def _min_plus(a: FloatArray, b: FloatArray) -> FloatArray:
-    out = np.empty(len(a))
+    out = np.full(len(a), np.inf)
     kernels.min_plus(a, b, out)
-    return out
-
-
-def _completion(value: FloatArray, others: FloatArray) -> FloatArray:
-    out = np.empty(len(value))
-    kernels.completion(value, others, out)
     return out
 
 
@@ -321,11 +451,16 @@ class Evaluation:
     bound: float
 
 
-def evaluate(core: _Core, grid: Grid, duals: Duals) -> Evaluation:
-    """Solve every model at these prices. With a grid that rounds up, ``bound`` is a proved bound."""
+def evaluate(
+    core: _Core, grid: Grid, duals: Duals, tracked: Mapping[tuple[int, int], Tracked] = MappingProxyType({})
+) -> Evaluation:
+    """Solve every model at these prices. With a grid that rounds up, ``bound`` is a proved bound.
+
+    ``tracked``: supply of (model, place) that the model's own plan may not exceed.
+    """
     cost = adjusted_costs(core, duals)
     wanted = np.flatnonzero(core.problem.required_requests_per_s > 0)
-    models = tuple(ModelValue(core, grid, cost, int(m)) for m in wanted)
+    models = tuple(ModelValue(core, grid, cost, int(m), tracked) for m in wanted)
     total = math.fsum(model.value for model in models)
     return Evaluation(duals=duals, cost=cost, models=models, bound=total - supply_value(core, duals))
 
@@ -334,8 +469,6 @@ def column_bounds(core: _Core, evaluation: Evaluation) -> FloatArray:
     """For every column the least objective of any solution that uses it at least once, [N]; the grid must round up."""
     bounds = np.full(len(core.columns), evaluation.bound)
     for model in evaluation.models if math.isfinite(evaluation.bound) else ():
-        for place, phase, completion in model.completions():
-            first, last = core.group(model.m, place, phase)
-            units = model.grid.units[first:last]
-            bounds[first:last] += evaluation.cost[first:last] + completion[units] - model.value
+        for (first, last), rest in model.completions():
+            bounds[first:last] += evaluation.cost[first:last] + rest - model.value
     return bounds

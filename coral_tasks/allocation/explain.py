@@ -141,7 +141,7 @@ def explain_plan(problem: AllocationProblem, plan: AllocationPlan, *, time_limit
         *_limit_sentences(plan),
         *_rule_sentences(prober),
         *problem.notes,
-        *(f"{name} in {where} is not planned on: {reason}." for name, where, reason in _told(problem)),
+        *_excluded_sentences(problem),
     )
     return Explanation(sentences=sentences, shares=shares, binding=binding, options=options, short=short)
 
@@ -152,6 +152,18 @@ def _told(problem: AllocationProblem) -> list[tuple[str, str, str]]:
 
 
 # -- cost shares -----------------------------------------------------------------------------------------------------
+
+
+def _excluded_sentences(problem: AllocationProblem) -> Iterator[str]:
+    """One sentence for each reason and set of configurations, since whole markets are often unknown together."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, where, reason in _told(problem):
+        names.setdefault((reason, where), []).append(name)
+    places: dict[tuple[str, str], list[str]] = {}
+    for (reason, where), found in names.items():
+        places.setdefault((reason, ", ".join(sorted(found))), []).append(where)
+    for (reason, listed), regions in sorted(places.items()):
+        yield f"Not planned on in {' and '.join(sorted(regions))}: {listed}: {reason}."
 
 
 def _shares(problem: AllocationProblem, counts: Counts) -> tuple[Share, ...]:

@@ -61,71 +61,93 @@ def add_node_prices(nodes: Any, template: Any, zone: Any, node_price: Any, out: 
 
 
 @_jit
-def bucket_best(first: int, units: Any, cost: Any, best_cost: Any, best_column: Any) -> None:
-    """Cheapest of the columns ``first``, first + 1, … for each number of ``units`` (one entry per column of the group).
+def bucket_best(first: int, units: Any, kind: Any, cost: Any, best_cost: Any, best_column: Any) -> None:
+    """Cheapest of the columns ``first``, first + 1, … for each ``kind`` and number of ``units``.
 
-    Ties go to the lower index; bucket 0 holds what is no item. ``cost`` is that of all columns.
+    ``units``, ``kind``: one entry per column of the group; ``best_cost``, ``best_column``: [kinds, G+1]. Ties go to
+    the lower index; bucket 0 holds what is no item. ``cost`` is that of all columns.
     """
     best_cost[:] = INFINITY
     best_column[:] = -1
     for k in range(len(units)):
-        u = units[k]
-        if cost[first + k] < best_cost[u]:
-            best_cost[u] = cost[first + k]
-            best_column[u] = first + k
+        u, g = units[k], kind[k]
+        if cost[first + k] < best_cost[g, u]:
+            best_cost[g, u] = cost[first + k]
+            best_column[g, u] = first + k
 
 
 @_jit
-def cover(item_cost: Any, value: Any, choice: Any, suffix: Any, suffix_item: Any, active: Any) -> None:
-    """Least cost of covering at least q units with any number of each item, q = 0 … G.
+def cover(item_cost: Any, own_state: Any, rest_state: Any, value: Any, choice_kind: Any, choice_units: Any) -> None:
+    """Least cost of covering at least q units with any number of each item, for every state of the tracked supply.
 
-    ``item_cost`` [G+1]: cost of the item of u units (infinite: none). Fills ``value`` [G+1] and ``choice`` [G+1] (the
-    item of a cheapest cover, -1 where there is none). An item dearer than a cover of its units by others is never
-    looked at again, which leaves few active ones. Negative costs count as zero.
+    ``item_cost``: [K, G+1], cost of the item of kind k and u units (infinite: none); items of one kind use the same of
+    the tracked supply: ``own_state`` [K] is the state that just holds one; ``rest_state`` [K, S]: state left of s once
+    one is used, -1 where s holds none. States are numbered so that a smaller one never has a higher number. Fills
+    ``value``, ``choice_kind``, ``choice_units``: [S, G+1]. An item dearer than a cover of its units by others that
+    use no more is never looked at again, which leaves few active ones. Negative costs count as zero.
     """
-    G = len(item_cost) - 1
-    lowest, where = INFINITY, -1
-    for u in range(G, 0, -1):
-        if item_cost[u] < lowest:
-            lowest, where = item_cost[u], u
-        suffix[u], suffix_item[u] = max(lowest, 0.0), where
-    value[0], choice[0] = 0.0, -1
-    count = 0
-    for q in range(1, G + 1):
-        low, item = suffix[q], suffix_item[q]
-        for k in range(count):
-            u = active[k]
-            candidate = max(item_cost[u], 0.0) + value[q - u]
-            if candidate < low:
-                low, item = candidate, u
-        value[q], choice[q] = low, item
-        if item == q:
-            active[count] = q
-            count += 1
+    kinds, G = item_cost.shape[0], item_cost.shape[1] - 1
+    suffix, suffix_units = np.empty((kinds, G + 1)), np.empty((kinds, G + 1), dtype=np.int64)
+    _cheapest_at_least(item_cost, suffix, suffix_units)
+    active, count = np.empty((kinds, G + 1), dtype=np.int64), np.zeros(kinds, dtype=np.int64)
+    for s in range(value.shape[0]):
+        value[s, 0], choice_kind[s, 0], choice_units[s, 0] = 0.0, -1, -1
+        for q in range(1, G + 1):
+            low, kind, units = INFINITY, -1, -1
+            for g in range(kinds):
+                rest = rest_state[g, s]
+                if rest < 0:
+                    continue
+                if suffix[g, q] < low:
+                    low, kind, units = suffix[g, q], g, suffix_units[g, q]
+                for k in range(count[g]):
+                    u = active[g, k]
+                    candidate = max(item_cost[g, u], 0.0) + value[rest, max(0, q - u)]
+                    if candidate < low:
+                        low, kind, units = candidate, g, u
+            value[s, q], choice_kind[s, q], choice_units[s, q] = low, kind, units
+            if kind >= 0 and units == q and own_state[kind] == s:
+                active[kind, count[kind]] = q
+                count[kind] += 1
 
 
 @_jit
-def add_single(value: Any, units: int, cost: float, taken: Any) -> None:
+def _cheapest_at_least(item_cost: Any, suffix: Any, suffix_units: Any) -> None:
+    """Cheapest item of at least u units, by kind: ``suffix`` its cost (infinite: none), ``suffix_units`` its units."""
+    for g in range(item_cost.shape[0]):
+        lowest, where = INFINITY, -1
+        for u in range(item_cost.shape[1] - 1, 0, -1):
+            if item_cost[g, u] < lowest:
+                lowest, where = item_cost[g, u], u
+            suffix[g, u], suffix_units[g, u] = max(lowest, 0.0), where
+
+
+@_jit
+def add_single(value: Any, units: int, cost: float, rest_state: Any, taken: Any) -> None:
     """Offer one further copy of an item of ``units`` units at ``cost`` (may be negative); update ``value`` in place.
 
-    ``taken`` [G+1]: 1 where the copy is used.
+    ``rest_state`` [S]: state left once it is used, -1 where it does not fit. ``taken`` [S, G+1]: 1 where it is used.
     """
-    G = len(value) - 1
-    for q in range(G, -1, -1):
-        rest = q - units
-        candidate = cost + value[max(0, rest)]
-        if candidate < value[q]:
-            value[q] = candidate
-            taken[q] = 1
-        else:
-            taken[q] = 0
+    G = value.shape[1] - 1
+    # from the largest state and number down: what is read has not been changed yet
+    for s in range(value.shape[0] - 1, -1, -1):
+        rest = rest_state[s]
+        for q in range(G, -1, -1):
+            taken[s, q] = 0
+            if rest >= 0:
+                candidate = cost + value[rest, max(0, q - units)]
+                if candidate < value[s, q]:
+                    value[s, q] = candidate
+                    taken[s, q] = 1
 
 
 @_jit
 def min_plus(a: Any, b: Any, out: Any) -> None:
-    """out[g] = min over i of a[i] + b[g - i]; a and b do not fall. Only the ends of a's flat pieces are tried."""
+    """out[g] = min over i of a[i] + b[g - i], never above what ``out`` holds; a and b do not fall.
+
+    Only the ends of a's flat pieces are tried.
+    """
     G = len(a) - 1
-    out[:] = INFINITY
     for i in range(G + 1):
         if a[i] == INFINITY:
             break
@@ -146,21 +168,35 @@ def split_point(a: Any, b: Any, g: int) -> int:
     """The first i with the least a[i] + b[max(0, g - i)]: how a cover of g units is shared by two sources."""
     best, at = INFINITY, 0
     for i in range(len(a)):
-        rest = g - i
-        candidate = a[i] + b[max(0, rest)]
+        candidate = a[i] + b[max(0, g - i)]
         if candidate < best:
             best, at = candidate, i
     return at
 
 
 @_jit
-def completion(value: Any, others: Any, out: Any) -> None:
-    """out[k] = min over q of value[max(0, q - k)] + others[q]: what the rest costs once an item of k units is used."""
-    G = len(value) - 1
-    for k in range(G + 1):
-        low = INFINITY
-        for q in range(G + 1):
-            rest = q - k
-            candidate = value[max(0, rest)] + others[q]
-            low = min(low, candidate)
+def pair_up(a: Any, b: Any, rest_of: Any, out: Any) -> None:
+    """out[s, q] = min over states r within s of a[r, q] + b[s - r, q].
+
+    ``rest_of``: [S, S], the state s - r, -1 where r is not within s.
+    """
+    out[:] = INFINITY
+    for s in range(out.shape[0]):
+        for r in range(s + 1):
+            rest = rest_of[s, r]
+            if rest >= 0:
+                for q in range(out.shape[1]):
+                    out[s, q] = min(out[s, q], a[r, q] + b[rest, q])
+
+
+@_jit
+def completion(value: Any, others: Any, units: Any, out: Any) -> None:
+    """out[k] = min over q of value[max(0, q - units[k])] + others[q], never above what ``out`` holds.
+
+    What the rest costs once an item of that many units is used.
+    """
+    for k in range(len(units)):
+        low = out[k]
+        for q in range(len(value)):
+            low = min(low, value[max(0, q - units[k])] + others[q])
         out[k] = low

@@ -6,11 +6,17 @@ plan is feasible for its model; leaving a model unserved is one of its plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.allocation.decompose import Duals, ModelPlan, _Core
 from coral_tasks.optimization.mip import MipResult, ProgramBuilder, solve_arrays
+
+
+def _key(plan: ModelPlan) -> tuple[int, bytes, bytes]:
+    return plan.model, plan.columns.tobytes(), plan.counts.tobytes()
 
 
 class Master:
@@ -37,7 +43,7 @@ class Master:
         """Take a plan in; False where there is none or it is known."""
         if plan is None:
             return False
-        key = (plan.model, plan.columns.tobytes(), plan.counts.tobytes())
+        key = _key(plan)
         if key in self._known:
             return False
         self._known.add(key)
@@ -46,16 +52,29 @@ class Master:
         self._usage.append(self._plan_usage(plan))
         return True
 
+    def drop(self, unfit: Callable[[ModelPlan], bool]) -> None:
+        """Forget plans that ``unfit`` names; what is forgotten may come again."""
+        stay = [k for k, plan in enumerate(self.plans) if not unfit(plan)]
+        self.plans = [self.plans[k] for k in stay]
+        self._cost = [self._cost[k] for k in stay]
+        self._usage = [self._usage[k] for k in stay]
+        self._known = {_key(plan) for plan in self.plans}
+
     def _plan_cost(self, plan: ModelPlan) -> float:
         money = float((self.core.columns.objective[plan.columns] * plan.counts).sum())
         return money + float(self._weights[plan.model]) * plan.unserved
 
-    def _plan_usage(self, plan: ModelPlan) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def nodes_used(self, plan: ModelPlan) -> NDArray[np.int64]:
+        """Nodes of a plan by zone and configuration, [Z, C]."""
         columns, problem = self.core.columns, self.core.problem
+        used = np.zeros(problem.available_nodes.shape, dtype=np.int64)
+        nodes = problem.templates.nodes[columns.template[plan.columns]].astype(np.int64) * plan.counts[:, None]
+        np.add.at(used, columns.zone[plan.columns], nodes)
+        return used
+
+    def _plan_usage(self, plan: ModelPlan) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         usage = np.zeros(len(self._limits))
-        cells = usage[: self._cells].reshape(problem.available_nodes.shape)
-        for j, n in zip(plan.columns, plan.counts, strict=True):
-            cells[columns.zone[j]] += problem.templates.nodes[columns.template[j]] * float(n)
+        usage[: self._cells] = self.nodes_used(plan).ravel()
         for k, row in enumerate(self.core.sides):
             usage[self._cells + k] = float((row.weights[plan.columns] * plan.counts).sum())
         rows = np.flatnonzero(usage)

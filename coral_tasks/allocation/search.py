@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 from coral_tasks.allocation.columns import Columns
 from coral_tasks.allocation.decompose import (
+    UNTRACKED,
     Duals,
     Evaluation,
     Grid,
+    ModelPlan,
+    Tracked,
     build_core,
     build_grid,
     column_bounds,
@@ -37,8 +40,16 @@ from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, wh
 COARSE_GRID: Final = 1000
 FINE_GRID: Final = 4000
 MAX_ROUNDS: Final = 60
+MAX_TIGHT_ROUNDS: Final = 40
+TIGHT_ENOUGH: Final = 2e-4
+MAX_STALLED: Final = 5
+MAX_STATES: Final = 24
+MAX_LEVELS: Final = 6
+"""States and levels of tracked supply in the dynamic program of one model and place."""
 POLISH_COLUMNS: Final = (150, 400, 1000)
 """Columns in the programs that look for better plans before the final one."""
+DIRECT_COLUMNS: Final = 1500
+"""This few columns go to the final program at once."""
 NEIGHBOUR_COLUMNS: Final = 120
 NEIGHBOUR_NODES: Final = 60
 FINAL_COLUMNS: Final = 4000
@@ -95,6 +106,7 @@ class Search:
         self.state = State(values=none, objective=math.inf, bound=-math.inf, begun=begun)
         self.offer(none)
         self.cut_points: list[Evaluation] = []
+        self.tracked: dict[tuple[int, int], Tracked] = {}
 
     def objective_of(self, values: NDArray[np.int64]) -> tuple[float, float]:
         """Money, and weighted shortage with missing minimum instances, of column values, USD/h."""
@@ -161,7 +173,7 @@ class Search:
         """Columns by the least objective of any solution that uses them, best first."""
         duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
         grid = build_grid(self.core, COARSE_GRID, rounds_up=True)
-        bounds = column_bounds(self.core, evaluate(self.core, grid, duals))
+        bounds = column_bounds(self.core, evaluate(self.core, grid, duals, self.tracked))
         return np.lexsort((np.arange(len(bounds)), bounds))
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -204,6 +216,66 @@ class Search:
         if not self.done():
             self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=50))
             self.state.note("best combination of plans")
+        if not self.done():
+            self.tighten(up, down)
+
+    def tighten(self, up: Grid, down: Grid) -> None:
+        """Column generation again where a model's own plan may not exceed supply: a better bound where it is scarce."""
+        duals = best = self.state.best.duals if self.state.best is not None else no_duals(self.core)
+        stalled = 0
+        for round_number in range(MAX_TIGHT_ROUNDS):
+            evaluation = evaluate(self.core, up, duals, self.tracked)
+            stalled = 0 if evaluation.bound > self.state.bound + 1e-5 * abs(self.state.bound) else stalled + 1
+            if evaluation.bound > self.state.bound:
+                best = duals
+            self.raise_bound(evaluation)
+            self.cut_points = [evaluation, *self.cut_points][:3]
+            grew = self._collect(down, duals, evaluation)
+            if self._extend_tracking(evaluation):
+                self.master.drop(self._exceeds_tracked)
+            elif round_number == 0:
+                return
+            value, target = self.master.relax()
+            close = value - self.state.bound <= TIGHT_ENOUGH * abs(self.state.bound)
+            if self.done() or close or stalled > MAX_STALLED:
+                break
+            duals = best.towards(target, 0.4) if grew else target
+        self.state.note(f"{round_number + 1} tight rounds, {len(self.master.plans)} model plans, relaxed {value:.6g}")
+        if not self.done():
+            self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=200))
+            self.state.note("best combination of tight plans")
+
+    def _extend_tracking(self, evaluation: Evaluation) -> bool:
+        """Track the supply that a model's own plan exceeds most, one pool for each place; True if any was added."""
+        added = False
+        for model in evaluation.models:
+            plan = model.plan()
+            if plan is None:
+                continue
+            used = self.master.nodes_used(plan)
+            excess = (used - self.problem.available_nodes) / np.maximum(self.problem.available_nodes, 1)
+            places = self.problem.place_of_zone()
+            for place in range(self.problem.num_places):
+                mine = np.where((places == place)[:, None], excess, 0.0)
+                z, c = np.unravel_index(int(np.argmax(mine)), mine.shape)
+                added |= bool(mine[z, c] > 0) and self._track(model.m, place, int(z), int(c))
+        return added
+
+    def _track(self, m: int, place: int, z: int, c: int) -> bool:
+        old = self.tracked.get((m, place), UNTRACKED)
+        if any(pool[:2] == (z, c) for pool in old.pools):
+            return False
+        levels = max(1, min(int(self.problem.available_nodes[z, c]), MAX_LEVELS))
+        new = Tracked(pools=(*old.pools, (z, c, levels)))
+        if new.num_states > MAX_STATES:
+            return False
+        self.tracked[m, place] = new
+        return True
+
+    def _exceeds_tracked(self, plan: ModelPlan) -> bool:
+        used = self.master.nodes_used(plan)
+        pools = [pool for (m, _), one in self.tracked.items() if m == plan.model for pool in one.pools]
+        return any(used[z, c] > self.problem.available_nodes[z, c] for z, c, _ in pools)
 
     def _search_weights(self) -> NDArray[np.float64]:
         """Finite weights for the master: where unserved load is forbidden, far above any cost of serving."""
@@ -213,7 +285,7 @@ class Search:
         return np.where(np.isfinite(self.weights), self.weights, steep)
 
     def _collect(self, down: Grid, duals: Duals, evaluation: Evaluation) -> bool:
-        lower = evaluate(self.core, down, duals)
+        lower = evaluate(self.core, down, duals, self.tracked)
         grew = [self.master.add(model.plan()) for model in lower.models]
         grew += [self.master.add(model.plan()) for model in evaluation.models]
         return any(grew)
@@ -229,7 +301,7 @@ class Search:
     def polish_and_prove(self) -> None:
         """Programs over the best columns for better plans; then the final one over every column that can matter."""
         duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
-        evaluation = evaluate(self.core, build_grid(self.core, FINE_GRID, rounds_up=True), duals)
+        evaluation = evaluate(self.core, build_grid(self.core, FINE_GRID, rounds_up=True), duals, self.tracked)
         self.raise_bound(evaluation)
         self.cut_points = [evaluation, *self.cut_points[:2]]
         bounds = column_bounds(self.core, evaluation)
@@ -237,7 +309,7 @@ class Search:
         for count in POLISH_COLUMNS:
             alive = int((bounds <= self._threshold()).sum())
             self.state.note(f"{alive} of {len(bounds)} columns can improve the plan")
-            if self.done() or alive <= count:
+            if self.done() or alive <= max(count, DIRECT_COLUMNS):
                 break
             self._solve_small(order[:count], max_nodes=200, proves=False)
         if not self.done():
