@@ -1,12 +1,13 @@
 """The agent's socket: ROUTER with CURVE; only listed controllers get in (ZAP). Owns no protocol state.
 
-The allow-list is read again whenever a peer knocks, so that rotated keys count at once. Peers are told apart by
-connection; each has a rate limit. libzmq drops frames above the size limit together with the connection.
+The allow-list is read again when its folder changes and at least every second, so that rotated keys count. Peers are
+told apart by connection; each has a rate limit. libzmq drops frames above the size limit together with the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from coral_tasks.protocol.keyfiles import KeyPair, Role, list_public_keys
 from coral_tasks.protocol.messages import MAX_MESSAGE_BYTES
 
 _MAX_PEERS = 256
+_LIST_S = 1.0
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -56,6 +58,7 @@ class ZapHandler:
     context: zmq.asyncio.Context
     folders: dict[str, Path] = field(default_factory=dict)
     refused: int = 0
+    _lists: dict[Path, tuple[int, float, dict[str, str]]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -84,8 +87,20 @@ class ZapHandler:
         if folder is None:
             return None
         presented = z85.encode(frames[6]).decode()
-        listed = list_public_keys(folder, Role.CONTROLLER)
-        return next((name for name, key in listed.items() if key == presented), None)
+        return self._listed(folder).get(presented)
+
+    def _listed(self, folder: Path) -> dict[str, str]:
+        """Names by key. A folder of a thousand keys takes milliseconds to read, and many peers come at once."""
+        now_s = time.monotonic()
+        try:
+            changed_ns = folder.stat().st_mtime_ns
+        except OSError:
+            return {}
+        known = self._lists.get(folder)
+        if known is None or known[0] != changed_ns or now_s - known[1] > _LIST_S:
+            found = {key: name for name, key in list_public_keys(folder, Role.CONTROLLER).items()}
+            known = self._lists[folder] = (changed_ns, now_s, found)
+        return known[2]
 
 
 class AgentSocket:
@@ -106,7 +121,8 @@ class AgentSocket:
         self._socket.setsockopt(zmq.SNDHWM, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        # libzmq's own default, said aloud: shorter, and many peers at once on a busy machine never get in
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 30000)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:

@@ -7,6 +7,7 @@ that machine's page cache or on its disk).
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,8 +73,8 @@ def split_fleet(plan: AllocationPlan, fleet: Fleet, situation: Situation) -> Spl
         if row.count > len(fitting):
             wanted.append((row, row.count - len(fitting)))
     kept_ids = {one.id for one in kept}
-    leaving = tuple(one for one in fleet.instances if one.id not in kept_ids)
-    return Split(kept=tuple(kept), leaving=leaving, wanted=tuple(wanted))
+    leaving = sorted((one for one in fleet.instances if one.id not in kept_ids), key=lambda one: one.id)
+    return Split(kept=tuple(kept), leaving=tuple(leaving), wanted=tuple(wanted))
 
 
 def fits_template(instance: ServingInstance, plan: AllocationPlan, fleet: Fleet) -> bool:
@@ -130,24 +131,43 @@ def warm_stages(fleet: Fleet, plan: AllocationPlan) -> dict[NodeId, StageKey]:
     return warm
 
 
-def place_instance(
-    template: ServingTemplate,
-    row: PlannedInstances,
-    free: dict[Pool, list[NodeId]],
-    warm: Mapping[NodeId, StageKey],
-) -> tuple[tuple[NodeId, ...], ...]:
-    """Take nodes for one instance out of ``free``: warm ones first, then those that hold nothing of use elsewhere."""
+@dataclass(slots=True, kw_only=True)
+class FreeNodes:
+    """Free nodes by pool. ``warm``: which layers a node's machine has at hand."""
+
+    warm: Mapping[NodeId, StageKey]
+    _pools: dict[Pool, list[tuple[bool, NodeId]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, pool: Pool, node: NodeId) -> None:
+        """Put a node back; nodes that hold nothing of use come first."""
+        bisect.insort(self._pools[pool], (node in self.warm, node))
+
+    def take(self, pool: Pool, key: StageKey) -> NodeId:
+        """Take a node that has ``key`` at hand, else one that has nothing of use elsewhere, else the first.
+
+        IndexError if the pool is empty.
+        """
+        nodes = self._pools[pool]
+        first_warm = bisect.bisect_left(nodes, (True, NodeId("")))
+        fitting = (index for index in range(first_warm, len(nodes)) if self.warm[nodes[index][1]] == key)
+        return nodes.pop(next(fitting, 0))[1]
+
+    def counts(self) -> dict[Pool, int]:
+        """How many are free, by pool."""
+        return {pool: len(nodes) for pool, nodes in self._pools.items()}
+
+    def idle(self) -> tuple[NodeId, ...]:
+        """All free nodes, in a fixed order."""
+        return tuple(node for pool in sorted(self._pools) for node in sorted(one for _, one in self._pools[pool]))
+
+
+def place_instance(template: ServingTemplate, row: PlannedInstances, free: FreeNodes) -> tuple[tuple[NodeId, ...], ...]:
+    """Take nodes for one instance out of ``free``, stage by stage."""
     keys = stage_keys(template.model, [stage.num_layers for stage in template.placement.stages])
-    stages = []
-    for key, stage in zip(keys, template.placement.stages, strict=True):
-        nodes = []
-        for configuration in stage.nodes:
-            pool = free[row.region, configuration, row.market]
-            chosen = min(pool, key=lambda node: (warm.get(node) != key, node in warm, node))
-            pool.remove(chosen)
-            nodes.append(chosen)
-        stages.append(tuple(nodes))
-    return tuple(stages)
+    return tuple(
+        tuple(free.take((row.region, configuration, row.market), key) for configuration in stage.nodes)
+        for key, stage in zip(keys, template.placement.stages, strict=True)
+    )
 
 
 def fresh_ids(row: PlannedInstances, template: ServingTemplate, used: AbstractSet[str]) -> Iterator[InstanceId]:

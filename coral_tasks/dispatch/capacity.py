@@ -24,6 +24,17 @@ class Offer:
     throughput: float
 
 
+def combined(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """The same capacity in as few offers as possible: one for each model, phase and region."""
+    sums: dict[tuple[ModelId, Phase, RegionId], float] = defaultdict(float)
+    for offer in offers:
+        sums[offer.model, offer.phase, offer.region] += offer.throughput
+    return tuple(
+        Offer(model=model, phase=phase, region=region, throughput=total)
+        for (model, phase, region), total in sorted(sums.items())
+    )
+
+
 def served_capacity(offers: Iterable[Offer], shapes: Mapping[ModelId, RequestShape]) -> dict[str, float]:
     """Capacity by model (requests/s) where ``shapes`` knows it, else by ``model/phase``. Absent keys are zero."""
     rates: dict[tuple[ModelId, RegionId, Phase], float] = defaultdict(float)

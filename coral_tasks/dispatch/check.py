@@ -14,6 +14,7 @@ from coral_tasks.domain.fleet import Fleet, InstanceState, Node, ServingInstance
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import ModelId, NodeId, Phase
 from coral_tasks.domain.plan import AllocationPlan
+from coral_tasks.domain.templates import ServingTemplate
 from coral_tasks.domain.transition import Step, StepKind, Transition
 
 _RELATIVE_TOLERANCE = 1e-6
@@ -32,6 +33,8 @@ class _World:
     instances: dict[str, ServingInstance]
     state: dict[str, str]
     routed: set[str]
+    new: dict[str, ServingInstance]
+    templates: dict[str, ServingTemplate]
     trouble: list[str] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -58,6 +61,8 @@ def check_transition(
         holder={node: one.id for one in fleet.instances for node in one.nodes},
         instances={one.id: one for one in fleet.instances},
         state={one.id: one.state.value for one in fleet.instances},
+        new={str(one.id): one for one in transition.started},
+        templates={str(one.id): one for one in plan.templates},
         routed={one.id for one in fleet.instances if one.state is InstanceState.READY},
     )
     world.history.append(_capacity(world))
@@ -91,8 +96,7 @@ def _provision(world: _World, step: Step) -> None:
 
 
 def _start(world: _World, step: Step) -> None:
-    new = {one.id: one for one in world.transition.started}
-    instance = new.get(step.instance) if step.instance is not None else None
+    instance = world.new.get(str(step.instance))
     world.must(instance is not None and step.instance not in world.state, step, "is not a new instance")
     if instance is None:
         return
@@ -109,7 +113,7 @@ def _start(world: _World, step: Step) -> None:
 
 def _judge_placement(world: _World, step: Step, instance: ServingInstance) -> None:
     """Stages sit on the configurations of the template, in the row's region and market."""
-    stages = world.plan.template(instance.template).placement.stages
+    stages = world.templates[instance.template].placement.stages
     world.must(len(stages) == len(instance.stage_nodes), step, "number of stages differs from the template")
     for stage, nodes in zip(stages, instance.stage_nodes, strict=False):
         found = [world.nodes[node] for node in nodes if node in world.nodes]

@@ -46,6 +46,8 @@ from coral_tasks.protocol.controller_machine import (
 from coral_tasks.protocol.messages import Fence, Observe, Outcome, Report
 
 _TICK_S = 0.1
+_ASK_AGAIN_S = 1.0
+_TRY_AGAIN_S = 0.1
 
 
 class Provisioner(Protocol):
@@ -139,13 +141,12 @@ def observe_links(links: AgentLinks, fence: Fence | None, *, wait_s: float) -> O
     request = fence.request if fence is not None else f"observe {secrets.token_hex(6)}"
     message = fence if fence is not None else Observe(request=request)
     reports: dict[str, Report] = {}
-    asked_at_s: dict[str, float] = {}
+    ask_at_s = dict.fromkeys(links.agents, 0.0)
     deadline_s = time.monotonic() + wait_s
     while len(reports) < len(links.agents) and time.monotonic() < deadline_s:
-        for agent in links.agents:
-            due = agent not in reports and time.monotonic() - asked_at_s.get(agent, -1e9) >= 0.5
-            if due and links.send(agent, message):
-                asked_at_s[agent] = time.monotonic()
+        now_s = time.monotonic()
+        for agent in [agent for agent, at_s in ask_at_s.items() if agent not in reports and now_s >= at_s]:
+            ask_at_s[agent] = now_s + (_ASK_AGAIN_S if links.send(agent, message) else _TRY_AGAIN_S)
         arrived = links.receive(0.05)
         reports.update({who: one for who, one in arrived if isinstance(one, Report) and one.request == request})
     return build_observation(reports, links.agents)

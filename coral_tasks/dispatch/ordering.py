@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coral_tasks.dispatch.capacity import Offer, served_capacity, worst_dip
 from coral_tasks.domain.models import RequestShape
@@ -48,12 +48,14 @@ class OrderProblem:
 
     def capacity(self, state: Sequence[int]) -> dict[str, float]:
         """Capacity once ``state`` (starts done, then stops done, by group) is reached."""
-        offers = list(self.steady)
-        for group, done in zip(self.starts, state, strict=False):
-            offers += [group.offer] * done if group.offer is not None else []
-        for group, done in zip(self.stops, state[len(self.starts) :], strict=True):
-            offers += [group.offer] * (group.count - done) if group.offer is not None else []
-        return served_capacity(offers, self.shapes)
+        running = list(state[: len(self.starts)])
+        running += [group.count - done for group, done in zip(self.stops, state[len(self.starts) :], strict=True)]
+        offers = [
+            replace(group.offer, throughput=group.offer.throughput * count)
+            for group, count in zip((*self.starts, *self.stops), running, strict=True)
+            if group.offer is not None
+        ]
+        return served_capacity([*self.steady, *offers], self.shapes)
 
     def floors(self) -> dict[str, float]:
         """min(old, new) by key; keys that either side lacks have no floor."""
@@ -79,9 +81,21 @@ def best_order(problem: OrderProblem) -> tuple[Order, float]:
     goal = tuple(group.count for group in (*problem.starts, *problem.stops))
     if any(count < 0 for count in problem.free_after(goal).values()):
         raise ValueError("the starts need more nodes than there are")
+    if all(count >= 0 for count in problem.free_after(_all_started(problem)).values()):
+        # everything fits beside what runs: nothing dips if all starts come first
+        return [move for is_start in (True, False) for move in _all_moves(problem, is_start=is_start)], 0.0
     if math.prod(count + 1 for count in goal) <= MAX_STATES:
         return _exact(problem, goal)
     return _greedy(problem, goal)
+
+
+def _all_started(problem: OrderProblem) -> tuple[int, ...]:
+    return (*(group.count for group in problem.starts), *(0 for _ in problem.stops))
+
+
+def _all_moves(problem: OrderProblem, *, is_start: bool) -> Order:
+    groups = problem.starts if is_start else problem.stops
+    return [(is_start, index) for index, group in enumerate(groups) for _ in range(group.count)]
 
 
 @dataclass(slots=True, kw_only=True)

