@@ -91,15 +91,20 @@ def read_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
 
 
 def find_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
-    """A finished set from the parts, or else from the current version."""
+    """A finished set from the parts, or else from the current version; None if it must be made (again).
+
+    Raises StorageFault if the store is not a library, or one of a newer Coral: nothing may be built into it.
+    """
+    pointer = current_pointer(store)
     found = read_part(store, key)
-    if found is not None:
+    if found is not None or pointer is None:
         return found
-    manifest = current_manifest(store)
-    for entry in manifest.sets if manifest is not None else ():
-        if manifest is not None and entry.key == key:
-            return entry, _checked_bytes(store, manifest.version, entry)
-    return None
+    try:
+        manifest = read_manifest(store, pointer.current.version)
+        entries = [entry for entry in manifest.sets if entry.key == key]
+        return (entries[0], _checked_bytes(store, manifest.version, entries[0])) if entries else None
+    except StorageFault:
+        return None
 
 
 def _entry(key: str, templates: TemplateSet, counts: Mapping[str, int], data: bytes) -> SetEntry:
@@ -138,7 +143,8 @@ def _decode_entry(data: bytes) -> SetEntry:
 
 def _manifest_of(entries: Sequence[SetEntry], parameters: Mapping[str, str]) -> Manifest:
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
-    version = content_digest(SCHEMA_VERSION, CONTRACT.version, dict(parameters), [(e.path, e.sha256) for e in ordered])
+    # keys, not file hashes: another Parquet writer may give other bytes for the same content
+    version = content_digest(SCHEMA_VERSION, CONTRACT.version, dict(parameters), [(e.path, e.key) for e in ordered])
     return Manifest(
         format=FORMAT,
         schema_version=SCHEMA_VERSION,
@@ -154,7 +160,8 @@ def write_version(
 ) -> Manifest:
     """Write an immutable version from finished sets; the manifest last. Does not make it current.
 
-    Writing a version that exists already changes nothing. Raises StorageFault if two sets collide.
+    Writing a version that exists already and is whole changes nothing; a damaged one is written anew. Raises
+    StorageFault if two sets collide.
     """
     paths = [entry.path for entry, _ in parts]
     if len(set(paths)) != len(paths) or not paths:
@@ -162,10 +169,23 @@ def write_version(
         raise StorageFault(message)
     manifest = _manifest_of([entry for entry, _ in parts], parameters)
     folder = f"{VERSIONS}{manifest.version}/"
-    if store.get(folder + MANIFEST) != encode(manifest):
-        for entry, data in parts:
-            store.put(folder + entry.path, data)
-        store.put(folder + MANIFEST, encode(manifest))
+    existing = _whole_version(store, manifest.version)
+    if existing is not None:
+        return existing
+    for entry, data in parts:
+        store.put(folder + entry.path, data)
+    store.put(folder + MANIFEST, encode(manifest))
+    return manifest
+
+
+def _whole_version(store: ObjectStore, version: str) -> Manifest | None:
+    """Manifest of a version that is there with all its bytes, else None."""
+    try:
+        manifest = read_manifest(store, version)
+        for entry in manifest.sets:
+            _checked_bytes(store, version, entry)
+    except StorageFault:
+        return None
     return manifest
 
 
@@ -181,7 +201,8 @@ def publish_version(
     for _ in range(POINTER_TRIES):
         found = store.get_with_token(POINTER)
         pointer = None if found is None else decode_pointer(found[0], f"{store.address}/{POINTER}")
-        if pointer is not None and pointer.current.version == manifest.version:
+        digest = hashlib.sha256(encode(manifest)).hexdigest()
+        if pointer is not None and pointer.current.manifest_sha256 == digest:
             return pointer.current
         reasons = _reasons(store, pointer, manifest, judge)
         if reasons and not force:
@@ -189,7 +210,7 @@ def publish_version(
         entry = Published(
             version=manifest.version,
             published_at=now.astimezone(UTC).isoformat(timespec="seconds"),
-            manifest_sha256=hashlib.sha256(encode(manifest)).hexdigest(),
+            manifest_sha256=digest,
             forced=bool(reasons),
         )
         older = () if pointer is None else pointer.history
