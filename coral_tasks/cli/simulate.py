@@ -21,6 +21,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machine
 def register(app: typer.Typer) -> None:
     """Add the commands to the root: they have no group of their own."""
     app.command("simulate")(simulate)
+    app.command("compare")(compare)
 
 
 def simulate(
@@ -63,6 +64,72 @@ def simulate(
         _print_simulation(summary)
     if not result.stable:
         raise typer.Exit(1)
+
+
+def compare(
+    setup: Annotated[str, typer.Argument(help="core, extended, helix or sweep.")],
+    case: Annotated[str, typer.Argument(help="default, scarce, large-heavy or small-heavy.")] = "default",
+    traces: Annotated[Path | None, typer.Option(help="Folder with the Azure traces (*conv*, *code*).")] = None,
+    work: Annotated[Path, typer.Option(help="Folder for library and report.")] = Path(".coral/compare"),
+    availability: Annotated[Path | None, typer.Option(help="CSV: epoch, region, configuration, nodes.")] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, or trace: the trace's own times.")] = "poisson",
+    headroom: Annotated[float, typer.Option(help="Share of capacity that demand may use.")] = 0.9,
+    supply: Annotated[float | None, typer.Option(help="Nodes on offer, in cheapest plans' worth.")] = None,
+    latency_split: Annotated[str, typer.Option(help="equal or free latency shares of stages.")] = "equal",
+    router: Annotated[str, typer.Option(help="weighted_round_robin or least_loaded.")] = "weighted_round_robin",
+    measured: Annotated[Path | None, typer.Option(help="helix only: folder with Helix's measured files.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
+    time_limit_s: Annotated[float, typer.Option(help="Limit of one solve.")] = 60.0,
+    *,
+    json_output: JsonOption = False,
+) -> None:
+    """Rerun the paper's evaluation: every planner on the same inputs, simulated, the paper's figures beside ours."""
+    from coral_tasks.tasks import comparing
+
+    request = comparing.CompareRequest(
+        setup="core" if setup in ("helix", "sweep") else setup,
+        case=case,
+        work=work,
+        traces=traces,
+        arrivals=arrivals,
+        availability=availability,
+        supply=supply,
+        headroom=headroom,
+        seed=seed,
+        time_limit_s=time_limit_s,
+        library={"latency_split": latency_split},
+        router=router,
+        measured=measured,
+    )
+    console = Console(stderr=True)
+    runs = {"helix": comparing.compare_helix, "sweep": comparing.compare_sweep}
+    summary, report = runs.get(setup, comparing.compare_and_report)(request, lambda text: console.print(f"… {text}"))
+    if json_output:
+        typer.echo(json.dumps(summary, indent=1))
+        return
+    _print_rows(summary["baselines"] if "baselines" in summary else summary["rows"])
+    if "planners" in summary:
+        names = ("name", "usd_per_hour", "shortfall_requests_per_s", "goodput_requests_per_s", "attainment")
+        _print_rows([{name: row.get(name) for name in names} for row in summary["planners"]])
+    for note in summary["notes"]:
+        typer.echo(note)
+    typer.echo(f"report: {report}")
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table whose columns are the keys of its rows."""
+    if not rows:
+        return
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
 
 def _trace_argument(text: str) -> tuple[str | None, Path]:

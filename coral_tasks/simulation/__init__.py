@@ -6,7 +6,7 @@ API::
     RequestTrace(models, arrival_s, model, prompt_tokens, output_tokens)     # checked on construction
     poisson_trace(shapes, duration_s=, seed=); merge_traces; scale_rate; repeat_until
     TableTimings.of(tables)          # TimingSource from profile tables; else a template's own promise
-    SimulationOptions(timing=, transfer=, startup_s=, admission=, shed_late=, losses=, micro_batches=, ...)
+    SimulationOptions(timing=, transfer=, startup_s=, admission=, shed_late=, losses=, micro_batches=, router=, ...)
     result.models[k].ttft.p99_s, .tpot, .goodput_tokens_per_s, .attainment; result.cost_usd, .stable, .statement
 
 Deterministic: nothing random happens inside; traces carry their own seed. TTFT ends with prefill; TPOT covers KV
@@ -15,7 +15,7 @@ transfer, waiting for decode and decoding, over the tokens after the first.
 
 from coral_tasks.simulation.engine import RecordSink, simulate
 from coral_tasks.simulation.outcome import InstanceSummary, LatencySummary, ModelSummary, SimulationResult
-from coral_tasks.simulation.scenario import NodeLoss, PlanEpoch, PriceList, SimulationOptions
+from coral_tasks.simulation.scenario import NodeLoss, PlanEpoch, PriceList, Router, SimulationOptions
 from coral_tasks.simulation.state import Outcome
 from coral_tasks.simulation.timing import TableTimings
 from coral_tasks.simulation.trace import RequestTrace, merge_traces, poisson_trace, repeat_until, scale_rate
@@ -30,6 +30,7 @@ __all__ = [
     "PriceList",
     "RecordSink",
     "RequestTrace",
+    "Router",
     "SimulationOptions",
     "SimulationResult",
     "TableTimings",

@@ -17,7 +17,7 @@ from coral_tasks.domain.names import Market, ModelId, NodeConfigurationId, Phase
 from coral_tasks.domain.plan import AllocationPlan
 from coral_tasks.domain.templates import ServingTemplate, Stage
 from coral_tasks.domain.timing import StageTiming, TransferTiming
-from coral_tasks.simulation.scenario import PlanEpoch, SimulationOptions
+from coral_tasks.simulation.scenario import PlanEpoch, Router, SimulationOptions
 from coral_tasks.simulation.state import (
     AGGREGATED,
     CLOCK,
@@ -275,6 +275,7 @@ def build_fleet(epochs: Sequence[PlanEpoch], trace: RequestTrace, options: Simul
 def _clock(options: SimulationOptions) -> Records:
     clock = np.zeros(1, dtype=CLOCK)
     clock["max_retries"] = options.max_retries
+    clock["least_loaded"] = options.router is Router.LEAST_LOADED
     return clock
 
 

@@ -56,9 +56,18 @@ _NO_INSTANCE = -1
 _NONE_FITS = -2
 
 
+_njit = cast("Any", numba.njit)
+"""Its stub does not know the wrapper options."""
+
+
 def _compiled[F: Callable[..., Any]](function: F) -> F:
-    """Numba in nopython mode, cached on disk, without changing the function's type."""
-    return cast("F", numba.njit(cache=True)(function))
+    """Numba in nopython mode, for calls from compiled code only: without Python wrappers it compiles faster."""
+    return cast("F", _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")(function))
+
+
+def _entry_point[F: Callable[..., Any]](function: F) -> F:
+    """Numba in nopython mode, cached on disk, callable from Python, without changing the function's type."""
+    return cast("F", _njit(cache=True, no_cfunc_wrapper=True, error_model="numpy")(function))
 
 
 @_compiled
@@ -79,7 +88,7 @@ def _swap(heap: Records, i: int, j: int) -> None:
     two.time, two.kind, two.sequence, two.a, two.b, two.x = time, kind, sequence, a, b, x
 
 
-@_compiled
+@_entry_point
 def push_event(state: State, time: float, kind: int, a: int, b: int, x: float) -> None:
     """Add an event; among equal time and kind the earlier push comes first."""
     clock, heap = state.clock[0], state.heap
@@ -113,10 +122,11 @@ def _drop_top(state: State) -> None:
 
 @_compiled
 def _route(state: State, model: int, entry: bool, region: int, tokens: int, prompt: int) -> int:
-    """Smooth weighted round robin over the active instances that can hold the request.
+    """An active instance that can hold the request, by smooth weighted round robin or by the least load for its weight.
 
     ``entry``: prefill and aggregated instances, else decode. ``region`` -1: any.
     """
+    by_load = state.clock[0].least_loaded == 1
     first, count = state.models[model].first_instance, state.models[model].num_instances
     best, best_credit, total, seen = -1, -math.inf, 0.0, False
     for i in range(first, first + count):
@@ -129,12 +139,17 @@ def _route(state: State, model: int, entry: bool, region: int, tokens: int, prom
         need = prompt if instance.phase == PREFILL else tokens
         if need > instance.kv_capacity:
             continue
-        instance.credit += instance.weight
-        total += instance.weight
+        if by_load:
+            instance.credit = -(instance.load + need) / instance.weight
+        else:
+            instance.credit += instance.weight
+            total += instance.weight
         if instance.credit > best_credit:
             best, best_credit = i, instance.credit
     if best >= 0:
-        state.instances[best].credit -= total
+        if not by_load:
+            state.instances[best].credit -= total
+        state.instances[best].load += prompt if state.instances[best].phase == PREFILL else tokens
         return best
     return _NONE_FITS if seen else _NO_INSTANCE
 
@@ -324,6 +339,7 @@ def _shed_head(state: State, i: int) -> bool:
     if model.shed == 0 or not late:
         return False
     _dequeue(state, i)
+    state.instances[i].load -= slot.prompt if state.instances[i].phase == PREFILL else slot.prompt + slot.output
     _end_request(state, s, _SHED)
     return True
 
@@ -448,6 +464,7 @@ def _leave(state: State, s: int, i: int) -> None:
     slot.held = 0
     instance.running -= 1
     instance.num_finished += 1
+    instance.load -= slot.prompt if instance.phase == PREFILL else slot.prompt + slot.output
     if slot.generated >= slot.output:
         _end_request(state, s, _COMPLETED)
     else:
@@ -569,7 +586,7 @@ def _comes_before_arrival(event: Any, time: float) -> bool:
     return bool(event.time < time or (event.time == time and event.kind < GROUP_START))
 
 
-@_compiled
+@_entry_point
 def run_arrivals(state: State, arrivals: Records, first_row: int, first_index: int) -> int:
     """Feed ``arrivals[first_row:]`` into the loop; returns the row at which it stopped.
 
@@ -596,7 +613,7 @@ def run_arrivals(state: State, arrivals: Records, first_row: int, first_index: i
     return row
 
 
-@_compiled
+@_entry_point
 def run_until(state: State, until: float) -> None:
     """Handle every event up to ``until``; ``clock.status`` is OUT_IS_FULL if it must be called again."""
     clock = state.clock[0]
@@ -608,7 +625,7 @@ def run_until(state: State, until: float) -> None:
         _handle_top(state)
 
 
-@_compiled
+@_entry_point
 def end_unfinished(state: State) -> None:
     """Write a record for every request still in flight, in slot order."""
     for s in range(len(state.slots)):

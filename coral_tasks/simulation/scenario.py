@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from coral_tasks.domain.names import Market, ModelId, NodeConfigurationId, RegionId, TemplateId
 from coral_tasks.domain.plan import AllocationPlan
@@ -13,6 +14,15 @@ from coral_tasks.domain.validation import Checks
 
 type PriceList = Mapping[tuple[RegionId, NodeConfigurationId, Market], float]
 """USD per node-hour. Reserved nodes need no entry: they cost nothing at the margin."""
+
+
+class Router(StrEnum):
+    """WEIGHTED_ROUND_ROBIN: by weight alone, as the published routing tables say. LEAST_LOADED: fewest tokens
+    outstanding for the weight, as a gateway that sees its instances' queues would do.
+    """
+
+    WEIGHTED_ROUND_ROBIN = "weighted_round_robin"
+    LEAST_LOADED = "least_loaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +71,7 @@ class SimulationOptions:
     drain_limit_s: float = 600.0
     chunk_requests: int = 100_000
     micro_batches: int | None = None
+    router: Router = Router.WEIGHTED_ROUND_ROBIN
     losses: tuple[NodeLoss, ...] = ()
 
     def __post_init__(self) -> None:

@@ -85,6 +85,7 @@ INSTANCE = np.dtype(
         ("state", "i8"),
         ("weight", "f8"),
         ("credit", "f8"),
+        ("load", "f8"),
         ("first_stage", "i8"),
         ("num_stages", "i8"),
         ("first_group", "i8"),
@@ -176,6 +177,7 @@ CLOCK = np.dtype(
         ("num_preemptions", "i8"),
         ("num_cross_region", "i8"),
         ("max_retries", "i8"),
+        ("least_loaded", "i8"),
     ],
     align=True,
 )

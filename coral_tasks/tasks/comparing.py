@@ -16,6 +16,7 @@ plan, and wanders from epoch to epoch); BurstGPT's lengths (log-normal with the 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +34,18 @@ from coral_tasks.domain.names import InstanceId, Market, NodeConfigurationId, No
 
 if TYPE_CHECKING:
     from coral_tasks.allocation.problem import AllocationProblem
+    from coral_tasks.baselines.helix import HelixNode
     from coral_tasks.catalog import Setup, SetupModel
     from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.domain.profiles import ProfileTable
     from coral_tasks.domain.template_set import TemplateSet
     from coral_tasks.simulation import RequestTrace, SimulationResult
 
 CASES: Final = ("default", "scarce", "large-heavy", "small-heavy")
 SUPPLY: Final = {"default": 12.0, "scarce": 3.5, "large-heavy": 12.0, "small-heavy": 12.0}
 """Hourly value of all nodes on offer over the cheapest plan's by unit cost, as in the project's allocation oracle."""
+
+type Progress = Callable[[str], None]
 
 _START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _WANDER: Final = 0.2
@@ -80,6 +85,9 @@ class CompareRequest:
     ``arrivals``: "poisson" at the setup's rates with lengths from the traces, or "trace" with the traces' own times
     stretched to the rates. ``work``: folder for the library and the report. ``availability``: CSV of epoch, region,
     configuration, available_nodes instead of the made-up one. ``supply``: None for the case's own.
+    ``measured``: folder with Helix's measured files (``compare helix`` only).
+    ``library``: build options; equal latency shares, since pipelines keep a free split's promise in prefill only: a
+    batch that stays whole through the stages needs them all at one pace (docs/simulation.md has the figures).
     """
 
     setup: str = "core"
@@ -97,8 +105,10 @@ class CompareRequest:
     time_limit_s: float = 60.0
     gap: float = 1e-4
     planners: tuple[str, ...] = ("homo", "cauchy", "homo-whole", "cauchy-whole", "melange")
-    library: Mapping[str, Any] = field(default_factory=dict)
+    library: Mapping[str, Any] = field(default_factory=lambda: {"latency_split": "equal"})
     slowdown: float = 1.0
+    router: str = "weighted_round_robin"
+    measured: Path | None = None
     simulate: bool = True
 
     def __post_init__(self) -> None:
@@ -106,6 +116,8 @@ class CompareRequest:
             raise UnknownName(kind="case", name=self.case, known=CASES)
         if self.arrivals not in ("poisson", "trace"):
             raise UnknownName(kind="arrivals", name=self.arrivals, known=["poisson", "trace"])
+        if self.router not in ("weighted_round_robin", "least_loaded"):
+            raise UnknownName(kind="router", name=self.router, known=["weighted_round_robin", "least_loaded"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,26 +161,308 @@ class Comparison:
         return self.outcomes[0]
 
 
-def compare_setup(request: CompareRequest, on_progress: Callable[[str], None] = lambda _: None) -> Comparison:
+def compare_setup(request: CompareRequest, on_progress: Progress = lambda _: None) -> Comparison:
     """Plan every epoch with every planner and replay the trace on each planner's plans."""
-    from coral_tasks.catalog import load_catalog
-
-    catalog = load_catalog()
-    setup = catalog.setup(request.setup)
     on_progress("library")
-    version, sets = library_of(request)
-    rates = demand_mix(setup, request.case)
-    prices = tuple(price.as_node_price(_START) for price in catalog.prices(setup) if price.market is Market.ON_DEMAND)
-    world = _World(request=request, setup=setup, version=version, sets=sets, rates=rates, prices=prices)
+    world = make_world(request)
     on_progress("trace")
-    trace = make_trace(request, setup, rates)
+    trace = make_trace(request, world.setup, world.rates)
     outcomes = []
     for name in ("coral", *request.planners):
         on_progress(name)
         outcomes.append(_run_planner(world, name, trace))
     return Comparison(
-        request=request, outcomes=tuple(outcomes), demand_requests_per_s=rates, notes=_notes(request, setup)
+        request=request,
+        outcomes=tuple(outcomes),
+        demand_requests_per_s=world.rates,
+        notes=_notes(request, world.setup),
     )
+
+
+def make_world(request: CompareRequest) -> World:
+    """Everything the planners are given: setup, library, demand and prices."""
+    from coral_tasks.catalog import load_catalog
+
+    catalog = load_catalog()
+    setup = catalog.setup(request.setup)
+    version, sets = library_of(request)
+    prices = tuple(price.as_node_price(_START) for price in catalog.prices(setup) if price.market is Market.ON_DEMAND)
+    rates = demand_mix(setup, request.case)
+    return World(request=request, setup=setup, version=version, sets=sets, rates=rates, prices=prices)
+
+
+def compare_and_report(request: CompareRequest, on_progress: Progress = lambda _: None) -> tuple[dict[str, Any], Path]:
+    """Compare, write the HTML page and the JSON beside it; (JSON values, path of the page)."""
+    from coral_tasks.reporting.comparison import write_comparison_page
+
+    summary = comparison_as_json(compare_setup(request, on_progress))
+    path = request.work / f"compare-{request.setup}-{request.case}.html"
+    write_comparison_page(path, summary)
+    _write_json(path.with_suffix(".json"), summary)
+    return summary, path
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(path)
+
+
+HELIX_CLUSTER: Final = {"A100": 4, "V100": 6, "L4": 8, "T4": 10, "L4x2": 4, "T4x2": 6, "T4x4": 4}
+"""Helix's high-heterogeneity cluster: 42 machines, 64 GPUs (its section 6.1)."""
+
+HELIX_PRICES: Final = {"A100": 3.67, "V100": 2.67, "L4": 0.71, "T4": 0.54, "L4x2": 2.0, "T4x2": 0.89, "T4x4": 1.59}
+"""USD/h, GCP us-central1: A100 and L4 from the collected list prices; T4 and V100 as 0.35 and 2.48 USD per GPU with an
+n1-standard-4, public list prices that were not collected: an assumption."""
+
+HELIX_MODEL: Final = "LLaMA-1-30B"
+"""Six of these machines hold its 60 layers; of LLaMA-2 70B's 80 most of them hold 4 to 7, beyond N_max = 6."""
+
+HELIX_LAYERS: Final = 60
+HELIX_HIDDEN_BYTES: Final = 6656 * 2
+HELIX_NETWORK_BYTES_PER_S: Final = 1.25e9
+HELIX_PROMPT_TOKENS: Final = 763
+HELIX_OUTPUT_TOKENS: Final = 232
+"""Mean lengths of Helix's trace (its section 6.1)."""
+
+HELIX_CONTEXT_TOKENS: Final = HELIX_PROMPT_TOKENS + HELIX_OUTPUT_TOKENS / 2
+HELIX_TPOT_S: Final = 1.75
+"""Time per token, prompts of others in between: what Helix's prototype showed on its 24-machine mix (1.70 to 1.84)."""
+
+
+def compare_helix(request: CompareRequest, on_progress: Progress = lambda _: None) -> tuple[dict[str, Any], Path]:
+    """LLaMA-1 30B on Helix's 64 GPUs: Helix's max-flow placement beside Coral's templates.
+
+    Both from Helix's own measured layer times and KV blocks (``request.measured``). Coral: most throughput on the
+    same nodes, and least cost at Helix's throughput. Raises ValidationFailed without the files.
+    """
+    from coral_tasks.baselines.helix import place_helix
+    from coral_tasks.reporting.comparison import write_table_page
+
+    nodes = helix_nodes(request)
+    on_progress("Helix: max-flow placement")
+    cluster = [nodes[kind] for kind, count in HELIX_CLUSTER.items() for _ in range(count)]
+    begun = time.perf_counter()
+    helix = place_helix(cluster, HELIX_LAYERS, time_limit_s=request.time_limit_s)
+    helix_s = time.perf_counter() - begun
+    helix_cost = sum(
+        HELIX_PRICES[node.kind] for node, (first, end) in zip(cluster, helix.layers, strict=True) if end > first
+    )
+    on_progress("Coral: library and plans")
+    world = _helix_world(request)
+    most = _helix_plan(world, request, tokens_per_s=10 * helix.tokens_per_s)
+    same = _helix_plan(world, request, tokens_per_s=helix.tokens_per_s)
+    rows = [
+        {"planner": "helix", "tokens_per_s": helix.tokens_per_s, "usd_per_hour": helix_cost, "solve_s": helix_s},
+        {"planner": "coral, most throughput", **most},
+        {"planner": "coral, Helix's throughput", **same},
+    ]
+    summary = {
+        "setup": "helix",
+        "rows": rows,
+        "cost_ratio": helix_cost / same["usd_per_hour"] if same["usd_per_hour"] else None,
+        "goodput_ratio": most["tokens_per_s"] / helix.tokens_per_s,
+        "paper_cost_ratio": 1 / (1 - 0.21),
+        "paper_goodput_ratio": 1.26,
+        "helix_bound_tokens_per_s": helix.bound_tokens_per_s,
+        "solve_seconds": [most["solve_s"], same["solve_s"]],
+        "notes": [
+            "LLaMA-1 30B, 16 bit, output tokens/s with their prompts, from Helix's measured layer times and KV blocks",
+            f"mean context {HELIX_CONTEXT_TOKENS:.0f} tokens; {HELIX_TPOT_S:g} s per token for both",
+            "prices: GCP list prices; T4 and V100 were not collected (assumption)",
+        ],
+    }
+    path = request.work / "compare-helix.html"
+    write_table_page(path, "Helix's 64-GPU cluster", rows, summary["notes"])
+    _write_json(path.with_suffix(".json"), summary)
+    return summary, path
+
+
+def helix_nodes(request: CompareRequest) -> dict[str, HelixNode]:
+    """Machines with their throughput by layers held: best batch that the KV blocks beside the layers allow."""
+    from coral_tasks.baselines.helix import HelixNode
+
+    found = {}
+    for kind in HELIX_CLUSTER:
+        times, room = helix_measurements(request, kind)
+        rates = []
+        for j, capacity in enumerate(room, start=1):
+            little = capacity / HELIX_CONTEXT_TOKENS / HELIX_TPOT_S
+            fitting = [b for b, layer_s in times.items() if j * layer_s <= HELIX_TPOT_S]
+            rates.append(min(max((b / (j * times[b]) for b in fitting), default=0.0), little))
+        rates = np.minimum.accumulate(rates).tolist()
+        while rates and rates[-1] == 0.0:
+            rates.pop()
+        link = HELIX_NETWORK_BYTES_PER_S / HELIX_HIDDEN_BYTES
+        found[kind] = HelixNode(kind=kind, tokens_per_s=tuple(rates), link_tokens_per_s=link)
+    return found
+
+
+def helix_measurements(request: CompareRequest, kind: str) -> tuple[dict[int, float], list[float]]:
+    """Seconds of one layer by decode batch, its share of prompt work included, and KV tokens by layers held.
+
+    Each output token brings 763 / 232 prompt tokens, at the pace of the fastest measured prompt batch.
+    """
+    from coral_tasks.tasks.simulating import read_frame
+
+    if request.measured is None:
+        rule = "needs the folder with helix_layer_times.csv and helix_kv_blocks.csv: --measured FOLDER"
+        raise ValidationFailed([Violation(table="helix", row="", value="", rule=rule)])
+    layers = read_frame(request.measured / "helix_layer_times.csv", ("model", "machine", "phase", "batch_tokens"))
+    blocks = read_frame(request.measured / "helix_kv_blocks.csv", ("model", "machine", "layers_on_machine"))
+    mine = layers[(layers["model"] == HELIX_MODEL) & (layers["machine"] == kind) & (layers["batch_tokens"] > 0)]
+    decode, prompt = mine[mine["phase"] == "decode"], mine[mine["phase"] == "prompt"]
+    prompt_s = float((prompt["layer_time_ms"] / prompt["batch_tokens"]).min()) / 1e3 * HELIX_PROMPT_TOKENS
+    times = {
+        int(batch): float(ms) / 1e3 + batch / HELIX_OUTPUT_TOKENS * prompt_s
+        for batch, ms in zip(decode["batch_tokens"], decode["layer_time_ms"], strict=True)
+    }
+    rows = blocks[(blocks["model"] == HELIX_MODEL) & (blocks["machine"] == kind)].sort_values("layers_on_machine")
+    return times, [float(tokens) for tokens in rows["kv_token_capacity"]]
+
+
+def _helix_world(request: CompareRequest) -> TemplateSet:
+    """Templates of up to six machines from the measured times, by the same build as every library."""
+    from coral_tasks.templates import BuildOptions, build_template_set
+
+    return build_template_set(helix_table(request), BuildOptions(memory_ratio=None)).templates
+
+
+def helix_table(request: CompareRequest) -> ProfileTable:
+    """T[c, j, q] of decode from Helix's measurements, with Little's law over the whole step for the KV room."""
+    from coral_tasks.domain.models import LatencySlo, RequestShape
+    from coral_tasks.domain.names import ModelId, Phase
+    from coral_tasks.domain.profiles import NUM_QUANTA, LimitedBy, ProfileSource, ProfileTable
+
+    kinds = sorted(HELIX_CLUSTER)
+    rates = np.stack([_helix_rates(*helix_measurements(request, kind), NUM_QUANTA) for kind in kinds])
+    limited = np.where(rates > 0, LimitedBy.LATENCY, LimitedBy.WEIGHTS).astype(np.uint8)
+    context = HELIX_CONTEXT_TOKENS
+    return ProfileTable(
+        model=ModelId(HELIX_MODEL.lower()),
+        num_layers=HELIX_LAYERS,
+        checkpoint_bytes=65e9,
+        phase=Phase.DECODE,
+        slo=LatencySlo(ttft_s=10.0, tpot_s=HELIX_TPOT_S),
+        shape=RequestShape(
+            mean_prompt_tokens=763, p95_prompt_tokens=763, mean_output_tokens=232, p95_output_tokens=232
+        ),
+        configurations=tuple(NodeConfigurationId(kind) for kind in kinds),
+        node_memory_bytes=tuple(16 * 2**30 for _ in kinds),
+        tp_degree=tuple(1 for _ in kinds),
+        throughput=rates,
+        limited_by=limited,
+        sources=tuple(ProfileSource.MEASURED for _ in kinds),
+        provenance=tuple(f"Helix artifact, {kind}, context {context:.0f}" for kind in kinds),
+        version="helix",
+    )
+
+
+def _helix_rates(times: Mapping[int, float], room: Sequence[float], num_quanta: int) -> NDArray[np.float64]:
+    """Tokens/s by layers and quanta, shape (HELIX_LAYERS, Q): b / stage time within share and room.
+
+    Sequences in flight over the whole step hold their cache: rate x TPOT limit x context within the room.
+    """
+    share = HELIX_TPOT_S * np.arange(1, num_quanta + 1) / num_quanta
+    rates = np.zeros((HELIX_LAYERS, num_quanta))
+    for j, capacity in enumerate(room[:HELIX_LAYERS], start=1):
+        for batch, layer_s in times.items():
+            stage_s = j * layer_s + 1e-4
+            little = capacity / HELIX_CONTEXT_TOKENS / (stage_s + HELIX_TPOT_S - share)
+            rate = np.minimum(batch / stage_s, little)
+            fits = (stage_s <= share) & (batch * HELIX_CONTEXT_TOKENS <= capacity)
+            rates[j - 1] = np.maximum(rates[j - 1], np.where(fits, rate, 0.0))
+    rates = np.minimum.accumulate(rates, axis=0)
+    return np.asarray(np.minimum.accumulate(rates[:, ::-1], axis=1)[:, ::-1].copy(), dtype=np.float64)
+
+
+def _helix_plan(templates: TemplateSet, request: CompareRequest, *, tokens_per_s: float) -> dict[str, Any]:
+    """Cheapest plan that decodes ``tokens_per_s`` on the cluster, or as much of it as the nodes can."""
+    from coral_tasks.allocation.options import AllocationOptions
+    from coral_tasks.allocation.problem import AllocationProblem, Running, TemplateArrays, Zone
+    from coral_tasks.allocation.solve import solve_allocation
+    from coral_tasks.domain.names import LibraryVersion
+
+    count, nothing = len(templates), np.zeros(0, dtype=np.int64)
+    problem = AllocationProblem(
+        library_version=LibraryVersion("helix"),
+        models=(templates.model,),
+        regions=(RegionId("gcp/helix"),),
+        configurations=templates.configurations,
+        zones=(Zone(region=0, market=Market.ON_DEMAND),),
+        num_gpus=np.array([int(name.partition("x")[2] or 1) for name in templates.configurations], dtype=np.int64),
+        demand_requests_per_s=np.array([tokens_per_s]),
+        required_requests_per_s=np.array([tokens_per_s]),
+        prompt_tokens=np.zeros(1),
+        output_tokens=np.ones(1),
+        price_usd_per_hour=np.array([[HELIX_PRICES[name] for name in templates.configurations]]),
+        available_nodes=np.array([[HELIX_CLUSTER[name] for name in templates.configurations]], dtype=np.int64),
+        templates=TemplateArrays(
+            model=np.zeros(count, dtype=np.int32),
+            phase=np.ones(count, dtype=np.int8),
+            runtime=templates.runtime.astype(np.int8),
+            nodes=templates.node_counts,
+            throughput=templates.throughput,
+            template_id=lambda row: templates.ids[row],
+            serving_template=templates.template,
+        ),
+        running=Running(template=nothing, zone=nothing, count=nothing),
+        options=AllocationOptions(),
+    )
+    begun = time.perf_counter()
+    plan = solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap)
+    short = sum(row.shortfall_requests_per_s for row in plan.shortfalls)
+    carried = sum(one.count * plan.template(one.template).throughput for one in plan.instances)
+    return {
+        "tokens_per_s": carried if short else max(tokens_per_s, carried),
+        "usd_per_hour": plan.certificate.cost_usd_per_hour,
+        "solve_s": time.perf_counter() - begun,
+    }
+
+
+SWEEP: Final = tuple((num_nodes, ratio) for ratio in (4.0, 8.0, 12.0) for num_nodes in (1, 2, 3, 4, 5, 6))
+"""(N_max, rho) pairs of ``coral compare sweep``."""
+
+
+def compare_sweep(request: CompareRequest, on_progress: Progress = lambda _: None) -> tuple[dict[str, Any], Path]:
+    """What N_max and rho cost: library size, CPU seconds to build it, and the plan's cost in the case's first epoch."""
+    from coral_tasks.reporting.comparison import write_table_page
+
+    rows = []
+    for num_nodes, ratio in SWEEP:
+        on_progress(f"N_max {num_nodes}, rho {ratio:g}")
+        library = {**request.library, "max_nodes": num_nodes, "memory_ratio": ratio}
+        rows.append(_sweep_row(dataclasses.replace(request, library=library, simulate=False), num_nodes, ratio))
+    best = min(row["usd_per_hour"] for row in rows if row["shortfall_requests_per_s"] == 0)
+    for row in rows:
+        row["over_best"] = row["usd_per_hour"] / best
+    notes = [*_notes(request, _setup(request)), "cost of the first epoch's plan; a smaller library can only cost more"]
+    summary = {"setup": request.setup, "case": request.case, "rows": rows, "notes": notes}
+    path = request.work / f"compare-sweep-{request.setup}.html"
+    write_table_page(path, f"N_max and rho: {request.setup}, {request.case}", rows, notes)
+    _write_json(path.with_suffix(".json"), summary)
+    return summary, path
+
+
+def _sweep_row(request: CompareRequest, num_nodes: int, ratio: float) -> dict[str, Any]:
+    begun = time.process_time()
+    world = make_world(request)
+    built_s = time.process_time() - begun
+    plan = _solve(world.problem(0, offered_nodes(world)[0], ()), "coral", request)
+    return {
+        "n_max": num_nodes,
+        "rho": ratio,
+        "num_templates": sum(len(one) for one in world.sets),
+        "library_cpu_s": built_s,
+        "usd_per_hour": plan.certificate.cost_usd_per_hour,
+        "shortfall_requests_per_s": sum(row.shortfall_requests_per_s for row in plan.shortfalls),
+    }
+
+
+def _setup(request: CompareRequest) -> Setup:
+    from coral_tasks.catalog import load_catalog
+
+    return load_catalog().setup(request.setup)
 
 
 def library_of(request: CompareRequest) -> tuple[str, tuple[TemplateSet, ...]]:
@@ -203,7 +497,7 @@ def demand_mix(setup: Setup, case: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _World:
+class World:
     """What every planner is given."""
 
     request: CompareRequest
@@ -250,7 +544,7 @@ class _World:
         )
 
 
-def _run_planner(world: _World, name: str, trace: RequestTrace) -> PlannerOutcome:
+def _run_planner(world: World, name: str, trace: RequestTrace) -> PlannerOutcome:
     offered = offered_nodes(world)
     plans: list[AllocationPlan] = []
     seconds: list[float] = []
@@ -301,8 +595,8 @@ def running_instances(plan: AllocationPlan) -> tuple[ServingInstance, ...]:
     return tuple(found)
 
 
-def _simulate(world: _World, plans: Sequence[AllocationPlan], trace: RequestTrace) -> SimulationResult:
-    from coral_tasks.simulation import PlanEpoch, SimulationOptions, simulate
+def _simulate(world: World, plans: Sequence[AllocationPlan], trace: RequestTrace) -> SimulationResult:
+    from coral_tasks.simulation import PlanEpoch, Router, SimulationOptions, simulate
     from coral_tasks.tasks.simulating import ProfileTimings, catalog_prices, transfer_timings
 
     epochs = [PlanEpoch(start_s=k * world.request.epoch_s, plan=plan) for k, plan in enumerate(plans)]
@@ -311,11 +605,12 @@ def _simulate(world: _World, plans: Sequence[AllocationPlan], trace: RequestTrac
         transfer=transfer_timings(world.setup),
         startup_s=world.request.startup_s,
         shed_late=True,
+        router=Router(world.request.router),
     )
     return simulate(epochs, trace, prices=catalog_prices(), options=options)
 
 
-def offered_nodes(world: _World) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
+def offered_nodes(world: World) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
     """Nodes on offer in each epoch, by region and configuration, the same for every planner."""
     if world.request.availability is not None:
         return read_offered(world.request.availability, world.request.num_epochs)
@@ -333,7 +628,7 @@ def offered_nodes(world: _World) -> list[dict[tuple[RegionId, NodeConfigurationI
     return epochs
 
 
-def cheapest_usd_per_hour(world: _World) -> float:
+def cheapest_usd_per_hour(world: World) -> float:
     """Cost of the demand at the best template's cost per request of each model and phase, nothing rounded."""
     price: dict[str, float] = {}
     for row in world.prices:

@@ -110,7 +110,7 @@ def catalog_prices() -> dict[tuple[RegionId, NodeConfigurationId, Market], float
 
 def read_price_list(path: Path) -> dict[tuple[RegionId, NodeConfigurationId, Market], float]:
     """Prices from CSV or Parquet with columns region, configuration, market and price_usd_per_hour."""
-    frame = _read_frame(path, ("region", "configuration", "market", "price_usd_per_hour"))
+    frame = read_frame(path, ("region", "configuration", "market", "price_usd_per_hour"))
     rows = zip(frame["region"], frame["configuration"], frame["market"], frame["price_usd_per_hour"], strict=True)
     return {
         (RegionId(str(region)), NodeConfigurationId(str(name)), Market(str(market))): float(price)
@@ -118,7 +118,7 @@ def read_price_list(path: Path) -> dict[tuple[RegionId, NodeConfigurationId, Mar
     }
 
 
-def _read_frame(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+def read_frame(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     """A CSV (maybe gzip) or Parquet file that must have the columns."""
     import pandas as pd
 
@@ -145,7 +145,7 @@ def read_request_trace(path: Path, model: str | None = None) -> RequestTrace:
     """
     import pandas as pd
 
-    frame = _read_frame(path, ())
+    frame = read_frame(path, ())
     if set(AZURE_COLUMNS) <= set(frame.columns):
         if model is None:
             rule = "a trace without a model column needs its model: MODEL=FILE"
@@ -153,7 +153,7 @@ def read_request_trace(path: Path, model: str | None = None) -> RequestTrace:
         times = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", utc=True, format="ISO8601")
         seconds = np.asarray((times - times.min()).dt.total_seconds(), dtype=np.float64)
         return _trace(path, seconds, [model] * len(frame), frame["ContextTokens"], frame["GeneratedTokens"])
-    frame = _read_frame(path, TRACE_COLUMNS)
+    frame = read_frame(path, TRACE_COLUMNS)
     if model is not None:
         frame = frame[frame["model"] == model]
     seconds = np.asarray(pd.to_numeric(frame["arrival_s"], errors="coerce"), dtype=np.float64)

@@ -1,0 +1,83 @@
+"""The evaluation's cases and its report, on the core setup with small node combinations."""
+
+import json
+
+import pytest
+
+from coral_tasks.catalog import load_catalog
+from coral_tasks.domain.errors import UnknownName, ValidationFailed
+from coral_tasks.tasks.comparing import (
+    CompareRequest,
+    compare_and_report,
+    compare_helix,
+    demand_mix,
+    make_world,
+    offered_nodes,
+    trace_file,
+)
+
+pytestmark = pytest.mark.timeout(900)  # the first simulation on a machine compiles the event loop
+
+SMALL = {"latency_split": "equal", "max_nodes": 1}
+
+
+def test_demand_mixes_keep_the_total_and_lean_as_they_say():
+    """Large-heavy gives the largest model three times the smallest one's rate; small-heavy the other way round."""
+    setup = load_catalog().setup("core")
+    sizes = {one.model.id: one.model.checkpoint_bytes for one in setup.models}
+    largest, smallest = max(sizes, key=sizes.get), min(sizes, key=sizes.get)
+    for case, ratio in (("default", 1.0), ("large-heavy", 3.0), ("small-heavy", 1 / 3)):
+        mix = demand_mix(setup, case)
+        assert sum(mix.values()) == pytest.approx(30.0)
+        assert mix[largest] / mix[smallest] == pytest.approx(ratio)
+
+
+def test_comparison_is_complete_and_the_same_twice(tmp_path):
+    """Every planner gets cost, goodput and ratio, requests add up, the page is written, and a rerun gives the same."""
+    request = CompareRequest(work=tmp_path, num_epochs=2, epoch_s=20.0, startup_s=5.0, library=SMALL)
+    summary, path = compare_and_report(request)
+    again, _ = compare_and_report(request)
+    for one in (summary, again):
+        one.pop("solve_seconds")
+        for row in one["planners"]:
+            row.pop("solve_seconds")
+    assert summary == again
+    assert [row["name"] for row in summary["baselines"]] == list(request.planners)
+    coral, *baselines = summary["planners"]
+    for row, ratio in zip(baselines, summary["baselines"], strict=True):
+        assert ratio["cost_ratio"] == pytest.approx(row["usd_per_hour"] / coral["usd_per_hour"])
+        assert row["planned_usd_per_hour"] >= coral["planned_usd_per_hour"] - 1e-6
+    for row in summary["planners"]:
+        counts = {name: sum(model["outcomes"].values()) for name, model in row["models"].items()}
+        assert counts == {name: sum(coral["models"][name]["outcomes"].values()) for name in counts}
+    assert "homo" in path.read_text(encoding="utf-8")
+    assert json.loads(path.with_suffix(".json").read_text())["setup"] == "core"
+
+
+def test_scarce_offers_fewer_nodes_than_default(tmp_path):
+    """The same seed offers about 3.5 / 12 of the nodes when scarce, in every epoch the same to every planner."""
+    total = {}
+    for case in ("default", "scarce"):
+        world = make_world(CompareRequest(work=tmp_path, case=case, library=SMALL))
+        offered = offered_nodes(world)
+        assert offered == offered_nodes(world)
+        total[case] = sum(offered[0].values())
+    assert total["scarce"] / total["default"] == pytest.approx(3.5 / 12, rel=0.25)
+
+
+def test_unknown_names_list_the_known_ones(tmp_path):
+    """A wrong case, arrival kind or router is refused with what there is."""
+    with pytest.raises(UnknownName, match="default, large-heavy, scarce, small-heavy"):
+        CompareRequest(work=tmp_path, case="rich")
+    with pytest.raises(UnknownName, match="poisson, trace"):
+        CompareRequest(work=tmp_path, arrivals="bursts")
+    with pytest.raises(UnknownName, match="least_loaded"):
+        CompareRequest(work=tmp_path, router="random")
+
+
+def test_missing_traces_and_measurements_say_what_is_needed(tmp_path):
+    """An empty trace folder and a Helix run without its files name what is missing."""
+    with pytest.raises(ValidationFailed, match="exactly one trace whose name holds 'conv'"):
+        trace_file(tmp_path, "conv")
+    with pytest.raises(ValidationFailed, match="--measured FOLDER"):
+        compare_helix(CompareRequest(work=tmp_path))
