@@ -11,7 +11,7 @@ from typing import Final
 
 import typer
 
-from coral_tasks.cli import agent, demand, demo, forecast, gate, library, plan, profile, simulate, verify
+from coral_tasks.cli import agent, demand, demo, forecast, gate, library, plan, profile, replay, simulate, verify
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 
 EXIT_EXPECTED_NO: Final = 1
@@ -34,6 +34,7 @@ app.add_typer(library.app, name="library")
 app.add_typer(gate.app, name="gate")
 app.add_typer(demand.app, name="demand")
 app.add_typer(forecast.app, name="forecast")
+app.command()(replay.replay)
 app.add_typer(profile.app, name="profile")
 
 
