@@ -22,6 +22,11 @@ class Settings(BaseSettings):
     startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")
     headroom: float = Field(default=0.9, gt=0, le=1, description="Share of capacity that demand may use.")
     solve_time_limit_s: float = Field(default=60.0, gt=0, description="Limit of one solve; the best plan counts.")
+    runtimes: tuple[Literal["vllm", "hybrid"], ...] = Field(
+        default=("vllm",),
+        min_length=1,
+        description="Runtimes that templates may need; hybrid ones need more than stock vLLM can do.",
+    )
     first_agent_port: int = Field(
         default=23000, ge=1024, le=60000, description="First of the ports of the demo's local node agents."
     )

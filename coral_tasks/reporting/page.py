@@ -75,8 +75,9 @@ def stacked_bars(name: str, series: dict[str, dict[str, float]], unit: str) -> s
     )
     figure.update_layout(
         barmode="stack",
-        height=90 + 34 * len(bars),
-        margin={"l": 10, "r": 10, "t": 10, "b": 40},
+        height=110 + 34 * len(bars),
+        margin={"l": 10, "r": 10, "t": 34, "b": 40},
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         xaxis_title=unit,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -86,7 +87,7 @@ def stacked_bars(name: str, series: dict[str, dict[str, float]], unit: str) -> s
     identifier = "".join(char if char.isalnum() else "-" for char in name)
     # "<" inside JSON would let a name end the script element.
     data = figure.to_json().replace("<", "\\u003c")
-    call = f"Plotly.newPlot({json.dumps(identifier)},f.data,f.layout,{{responsive:true,displaylogo:false}})"
+    call = f"Plotly.newPlot({json.dumps(identifier)},f.data,f.layout,{{responsive:true,displayModeBar:false}})"
     return f'<div id="{identifier}"></div><script>{{const f={data};{call}}}</script>'
 
 

@@ -20,12 +20,13 @@ def instance_cost_usd_per_hour(template: ServingTemplate, row: PlannedInstances,
     return sum(prices[row.region, name, row.market] * count for name, count in template.nodes.counts)
 
 
-def plan_report(plan: AllocationPlan, prices: Prices, *, notes: Sequence[str] = ()) -> str:
-    """HTML document for ``plan``. ``notes``: sentences to show under the headline figures."""
+def plan_report(plan: AllocationPlan, prices: Prices, *, why: Sequence[str] = ()) -> str:
+    """HTML document for ``plan``. ``why``: sentences that explain it."""
     body = [
         f'<h1>Allocation plan</h1><div class="dim">{escape(plan.id)}, library {escape(plan.library_version)}</div>',
         figures(_headline(plan)),
-        *(f'<p class="warn">{escape(note)}</p>' for note in (*_shortage_notes(plan), *notes)),
+        *(f'<p class="warn">{escape(note)}</p>' for note in _shortage_notes(plan)),
+        *_why(why),
         "<h2>Cost by model and phase</h2>",
         stacked_bars("cost-by-model", _cost_by_model(plan, prices), "USD/h"),
         "<h2>Cost by region and node configuration</h2>",
@@ -46,7 +47,7 @@ def _headline(plan: AllocationPlan) -> list[Figure]:
     return [
         Figure(label="Cost", value=f"{proof.cost_usd_per_hour:,.2f} USD/h"),
         Figure(label="Proved within", value=f"{proof.gap:.3%} of the optimum"),
-        Figure(label="Lower bound", value=f"{proof.bound_usd_per_hour:,.2f} USD/h"),
+        Figure(label="Least cost and start-up (bound)", value=f"{proof.bound_usd_per_hour:,.2f} USD/h"),
         Figure(label="Start-up charge", value=f"{proof.startup_usd_per_hour:,.2f} USD/h"),
         Figure(label="Instances", value=str(sum(row.count for row in plan.instances))),
         Figure(label="Nodes", value=str(num_nodes)),
@@ -60,6 +61,11 @@ def _shortage_notes(plan: AllocationPlan) -> list[str]:
         for row in plan.shortfalls
         if row.shortfall_requests_per_s > 0
     ]
+
+
+def _why(sentences: Sequence[str]) -> list[str]:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return ["<h2>Why</h2>", f"<ul>{items}</ul>"] if sentences else []
 
 
 def _cost_by_model(plan: AllocationPlan, prices: Prices) -> dict[str, dict[str, float]]:

@@ -191,13 +191,17 @@ def _request(settings: Settings, run: Run) -> planning.PlanRequest:
 
 
 def _options(settings: Settings) -> bytes:
-    """``<home>/allocation_options.json`` over the settings' start-up factor and headroom."""
+    """``<home>/allocation_options.json`` over the settings' start-up factor, headroom and runtimes."""
     path = settings.home / "allocation_options.json"
     given: dict[str, Any] = {}
     if path.exists():
         planning.read_options(str(path))  # every mistake in it is said before anything is planned
         given = json.loads(path.read_bytes())
-    defaults = {"startup_factor": settings.startup_factor, "headroom": settings.headroom}
+    defaults = {
+        "startup_factor": settings.startup_factor,
+        "headroom": settings.headroom,
+        "allowed_runtimes": settings.runtimes,
+    }
     return json.dumps(defaults | given, sort_keys=True, indent=1).encode()
 
 
@@ -340,7 +344,7 @@ def _write_report(settings: Settings, run: Run, plan: AllocationPlan, sentences:
         (row.region, row.configuration, row.market): row.price_usd_per_hour
         for row in inputs.load_inputs(settings, run.id).prices
     }
-    write_page(run.path("report/plan.html"), plan_report(plan, prices, notes=sentences))
+    write_page(run.path("report/plan.html"), plan_report(plan, prices, why=sentences))
 
 
 def _make_current(settings: Settings, run: Run) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -113,15 +112,20 @@ def _start(agent: LocalAgent, keys: Path) -> None:
     agent.folder.mkdir(parents=True, exist_ok=True)
     config = agent.folder / "agent.toml"
     _replace(config, _toml(agent, keys))
-    with (agent.folder / "agent.log").open("ab") as log:
-        child = subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-m", "coral_tasks.cli", "agent", "--config", str(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    _replace(agent.pid_file, str(child.pid))
+    log = str(agent.folder / "agent.log")
+    # Not subprocess: the agent outlives this process on purpose, so there is nothing to wait for.
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "coral_tasks.cli", "agent", "--config", str(config)],
+        dict(os.environ),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    _replace(agent.pid_file, str(pid))
 
 
 def _wait_until_all_answer(home: Path, agents: Sequence[LocalAgent], keys: Path) -> None:

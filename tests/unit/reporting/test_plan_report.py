@@ -83,7 +83,7 @@ def test_the_page_shows_cost_shortage_and_layers() -> None:
 
 def test_names_are_escaped() -> None:
     """A model name cannot run a script, neither in text nor inside a chart's data."""
-    html = plan_report(_plan(EVIL), PRICES, notes=[EVIL])
+    html = plan_report(_plan(EVIL), PRICES, why=[EVIL])
     assert EVIL not in html
     assert "&lt;script&gt;alert(1)" in html
     assert html.count("</script>") == html.count("<script")
