@@ -55,6 +55,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``bind``: address of the command socket, never all interfaces. ``advertise``: host under which engines of this
     machine are reached by gateway and followers. ``first_engine_port``: node i uses two ports from here, 2i and 2i+1.
     ``time_scale``: simulated engines answer this many times faster than their profile.
+    ``key``: name of the key pair if machines share one, else the agent's own name.
     ``profile_command``: argv of a profiling job, with ``{request}`` and ``{output}`` replaced by file paths.
     """
 
@@ -63,6 +64,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state: Path
     keys: Path
     nodes: tuple[Node, ...]
+    key: str = ""
     advertise: str = "127.0.0.1"
     engine_host: str = "127.0.0.1"
     first_engine_port: int = 21000

@@ -96,7 +96,7 @@ class AgentServer:
     @classmethod
     def open(cls, config: AgentConfig, context: zmq.asyncio.Context, zap: ZapHandler) -> AgentServer:
         """Read the journal, adopt engines, bind. Raises CoralFault or ExpectedOutcome if something is missing."""
-        pair = read_key_pair(config.keys, Role.AGENT, config.name)
+        pair = read_key_pair(config.keys, Role.AGENT, config.key or config.name)
         journal = Journal(config.state)
         try:
             slots = _slots_of(config, journal.read_slots())

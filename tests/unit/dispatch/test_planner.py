@@ -123,6 +123,16 @@ def test_excluded_nodes_take_nothing_and_what_cannot_be_placed_is_named() -> Non
     assert check_transition(made, wanted, seen, excluded=frozenset({NodeId("a")})) == []
 
 
+def test_a_node_about_to_be_taken_back_is_evacuated() -> None:
+    """A ready instance on an excluded node (spot interruption) is replaced first, then drained; nothing dips."""
+    wanted = plan({"one": 1}, ONE)
+    seen = fleet([node("a"), node("b")], instance("x", ONE, (("a",),)))
+    made = plan_transition(wanted, seen, situation=Situation(excluded=frozenset({NodeId("a")})))
+    assert [one.nodes for one in made.started] == [("b",)]
+    assert kinds(made) == ["start", "wait_ready", "route", "route", "drain", "stop"]
+    assert (made.dips, made.stopped) == ((), ("x",))
+
+
 def test_missing_nodes_are_provisioned_and_unused_ones_released() -> None:
     """Nodes that can be had are asked for before the start; those that a provisioner launched go when idle."""
     wanted = plan({"one": 2}, ONE)
