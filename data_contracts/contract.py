@@ -67,9 +67,9 @@ class GateLimits:
     """
 
     demand_max_age_s: float = 1800.0
-    demand_horizon_s: float = 7200.0
-    prices_max_age_s: float = 172_800.0
-    availability_max_age_s: float = 86_400.0
+    demand_horizon_s: float = 900.0
+    prices_max_age_s: float = 86_400.0
+    availability_max_age_s: float = 21_600.0
     running_max_age_s: float = 600.0
     future_tolerance_s: float = 60.0
     max_requests_per_s: float = 100_000.0

@@ -67,7 +67,9 @@ def _tokens(column: str) -> Rule:
 def _context_share(frame: pd.DataFrame, context: GateContext) -> pd.Series:
     limit = frame["model"].map(dict(context.max_context_tokens)).astype(float)
     both_means = frame["mean_prompt_tokens"] + frame["mean_output_tokens"]
-    longest = pd.concat([both_means, frame["p95_prompt_tokens"], frame["p95_output_tokens"]], axis=1).max(axis=1)
+    # a prompt of p95 length still needs room for one token of output
+    ends = [frame[f"p95_{part}_tokens"] + 1 for part in ("prompt", "output")]
+    longest = pd.concat([both_means, *ends], axis=1).max(axis=1)
     return longest / limit
 
 

@@ -212,7 +212,8 @@ def _shown(value: object) -> str:
         return ""
     if isinstance(value, datetime):
         return value.isoformat()
-    return str(value)
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _judge(

@@ -78,12 +78,20 @@ def _raised(rule: Rule, message: str) -> RuleResult:
 def _validate(name: str, frame: pd.DataFrame, judged: Sequence[_Judged]) -> list[RuleResult]:
     if not judged:
         return []
-    results = _great_expectations(name, frame, judged)
-    by_number = {int(result.expectation_config.meta["number"]): result for result in results}
-    return [_read(one.rule, by_number.get(number)) for number, one in enumerate(judged)]
+    # yes or no first, in half the time; the rows only of what failed
+    first = _great_expectations(name, frame, judged, {"result_format": "BOOLEAN_ONLY"})
+    failed = [number for number in range(len(judged)) if number not in first or not first[number].success]
+    # COMPLETE without index columns: row positions in 0.1 s instead of 10 s for 100,000 broken rows
+    complete = {"result_format": "COMPLETE", "include_unexpected_rows": False}
+    again = _great_expectations(name, frame, [judged[number] for number in failed], complete) if failed else {}
+    second = {number: again.get(place) for place, number in enumerate(failed)}
+    return [_read(one.rule, second.get(number, first.get(number))) for number, one in enumerate(judged)]
 
 
-def _great_expectations(name: str, frame: pd.DataFrame, judged: Sequence[_Judged]) -> list[Any]:
+def _great_expectations(
+    name: str, frame: pd.DataFrame, judged: Sequence[_Judged], result_format: dict[str, Any]
+) -> dict[int, Any]:
+    """Results by the rule's place in ``judged``; a place without a result was not evaluated."""
     gx = _library()
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = gx.data_context.types.base.ProgressBarsConfig(
@@ -93,9 +101,8 @@ def _great_expectations(name: str, frame: pd.DataFrame, judged: Sequence[_Judged
     batch = asset.add_batch_definition_whole_dataframe(name).get_batch({"dataframe": frame})
     expectations = [_expectation(gx, number, one) for number, one in enumerate(judged)]
     suite = gx.ExpectationSuite(name=name, expectations=expectations)
-    # COMPLETE without index columns: row positions in 0.1 s instead of 10 s for 100,000 broken rows
-    result = batch.validate(suite, result_format={"result_format": "COMPLETE", "include_unexpected_rows": False})
-    return list(result.results)
+    result = batch.validate(suite, result_format=result_format)
+    return {int(one.expectation_config.meta["number"]): one for one in result.results}
 
 
 @cache
@@ -108,7 +115,9 @@ def _library() -> Any:
         import great_expectations.data_context.types.base
         import great_expectations.expectations.metadata_types
         import great_expectations.expectations.registry
-    logging.getLogger("great_expectations").setLevel(logging.WARNING)
+    # several of its modules set their own level to INFO
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("great_expectations")]:
+        logging.getLogger(name).setLevel(logging.WARNING)
     return gx
 
 

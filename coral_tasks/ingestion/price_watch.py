@@ -2,9 +2,9 @@
 
 Owns the rule. A used pool (region, configuration, market) *fires* when its price differs from its anchor, the price at
 the last firing, by more than ``threshold`` of the anchor. Hysteresis: after firing, the anchor is the new price, and
-the pool is armed again only once a check has seen it within ``rearm`` of the anchor; while it goes on swinging it stays
-quiet unless it has moved by twice the threshold. A pool without a price keeps its anchor: unknown is not a change, but
-is noted.
+the pool is armed again only after ``rearm_checks`` checks in a row have seen it within ``rearm`` of the anchor; while
+it goes on swinging it stays quiet unless it has moved by twice the threshold. A pool without a price keeps its anchor:
+unknown is not a change, but is noted.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from coral_tasks.domain.market import NodePrice
 from coral_tasks.domain.validation import Checks
 
 FORMAT: Final = 1
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchSettings:
-    """Shares of the anchor price: fire above ``threshold``, arm again within ``rearm``."""
+    """Shares of the anchor price: fire above ``threshold``, arm again after ``rearm_checks`` within ``rearm``."""
 
     threshold: float = 0.05
     rearm: float = 0.02
+    rearm_checks: int = 3
 
     def __post_init__(self) -> None:
         checks = Checks("price_watch")
         checks.positive(threshold=self.threshold)
         checks.not_negative(rearm=self.rearm)
+        checks.require(self.rearm_checks >= 1, "rearm_checks must be at least 1", self.rearm_checks)
         checks.require(self.rearm < self.threshold, "rearm must be below threshold", self.rearm)
         checks.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """Price (USD/h) that a pool is compared with; ``armed``: whether the plain threshold fires."""
+    """Price (USD/h) that a pool is compared with; ``armed``: whether the plain threshold fires.
+
+    ``num_calm``: checks in a row that saw the price near the anchor since it fired.
+    """
 
     price_usd_per_hour: float
     armed: bool = True
+    num_calm: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +114,18 @@ def _step(pool: str, old: Anchor | None, price: float, settings: WatchSettings) 
     anchor = old.price_usd_per_hour
     distance = abs(price - anchor)
     limit = settings.threshold * (1 if old.armed else 2) * anchor
-    if distance > limit:
+    # a price of exactly the threshold is not above it, whatever rounding says
+    if distance > limit * (1 + _ROUNDING):
         move = PriceMove(pool=pool, before_usd_per_hour=anchor, now_usd_per_hour=price)
         return Anchor(price_usd_per_hour=price, armed=False), move
-    armed = old.armed or distance <= settings.rearm * anchor
-    return Anchor(price_usd_per_hour=anchor, armed=armed), None
+    num_calm = old.num_calm + 1 if distance <= settings.rearm * anchor else 0
+    armed = old.armed or num_calm >= settings.rearm_checks
+    return Anchor(price_usd_per_hour=anchor, armed=armed, num_calm=0 if armed else num_calm), None
 
 
 def state_to_json(anchors: Mapping[str, Anchor]) -> dict[str, Any]:
     """Content of the state file."""
-    pools = {pool: [one.price_usd_per_hour, one.armed] for pool, one in sorted(anchors.items())}
+    pools = {pool: [one.price_usd_per_hour, one.armed, one.num_calm] for pool, one in sorted(anchors.items())}
     return {"format": FORMAT, "pools": pools}
 
 
@@ -124,8 +133,8 @@ def state_from_json(content: Any, source: str) -> dict[str, Anchor]:
     """The reverse. Raises StorageFault, naming ``source``, for anything that is no such state."""
     try:
         state = {
-            str(pool): Anchor(price_usd_per_hour=float(price), armed=bool(armed))
-            for pool, (price, armed) in content["pools"].items()
+            str(pool): Anchor(price_usd_per_hour=float(price), armed=bool(armed), num_calm=int(calm))
+            for pool, (price, armed, calm) in content["pools"].items()
         }
         known_format = content["format"] == FORMAT
     except (KeyError, TypeError, ValueError, AttributeError) as error:

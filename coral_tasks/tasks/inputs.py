@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -84,14 +84,19 @@ def run_store(settings: Settings) -> RunStore:
 def ingest_table(settings: Settings, run_id: str, table: str, now: datetime, source: Source | None = None) -> Path:
     """Fetch one table and keep it as it came; path of its ``source.json``.
 
-    ``source`` None: the drop folder if it holds a file of the table, else the setup's demo data. A second call finds
-    the first call's batch and fetches nothing. Raises SourceFault.
+    ``source`` None: the one that ``<home>/sources.json`` names, else the drop folder if it holds a file of the table,
+    else the setup's demo data. A second call finds the first call's batch and fetches nothing. Raises SourceFault.
     """
     run = run_store(settings).open(run_id)
     name = f"inputs/{table}/source.json"
     if run.path(name).exists():
         return run.path(name)
-    batch = (source or default_source(settings, table))(now)
+    from coral_tasks.tasks.sources import configured_source
+
+    configured = None if source is not None else configured_source(settings, table)
+    chosen, minimum = configured or (source or default_source(settings, table), 0.0)
+    batch = chosen(now)
+    require_source(batch, minimum)
     run.put(f"inputs/{table}/batch{batch.suffix}", batch.data)
     return run.put_json(name, _source_record(batch, now))
 
@@ -119,10 +124,11 @@ def default_source(settings: Settings, table: str) -> Source:
     dropped = folder.is_dir() and any(
         path.name.startswith(table) and is_whole_name(path.name) for path in folder.iterdir()
     )
-    return FolderSource(table=table, folder=folder) if dropped else _demo(settings, table)
+    return FolderSource(table=table, folder=folder) if dropped else demo_source(settings, table)
 
 
-def _demo(settings: Settings, table: str) -> Source:
+def demo_source(settings: Settings, table: str) -> Source:
+    """The setup's shipped data for ``table``, dated as at the moment it is asked."""
     makers: dict[str, Callable[[str, datetime], pa.Table]] = {
         "demand": _demo_demand,
         "prices": _demo_prices,
@@ -204,7 +210,9 @@ def gate_inputs(
     quarantined: dict[str, str] = {}
     for table in tables:
         batch = _kept_batch(run, table)
-        outcome = check_table(contract_of(table), batch.raw, gate_context(settings, table, now, library, limits))
+        context = gate_context(settings, table, now, library, limits)
+        context = replace(context, previous=_pinned_previous(settings, run, table))
+        outcome = check_table(contract_of(table), batch.raw, context)
         outcome = _with_release(settings, batch.data, outcome)
         reports.append(outcome.report)
         if outcome.table is not None:
@@ -217,6 +225,18 @@ def gate_inputs(
     if all(report.accepted for report in reports):
         _accept(settings, run, accepted)
     return _summary(reports, quarantined, page)
+
+
+def _pinned_previous(settings: Settings, run: Run, table: str) -> pa.Table | None:
+    """The batch accepted last when this run was first gated: kept in the run, so that a second gating judges alike."""
+    name, marker = f"inputs/{table}/previous.parquet", f"inputs/{table}/previous.json"
+    current = settings.home / "current" / "inputs" / f"{table}.parquet"
+    if not run.path(marker).exists():
+        there = current.exists()
+        if there:
+            run.put(name, current.read_bytes(), replace=True)
+        run.put_json(marker, {"there": there})
+    return _read_parquet(run.path(name)) if run.get_json(marker)["there"] else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +438,31 @@ def load_inputs(settings: Settings, run_id: str, multipliers: Mapping[str, float
         availability=rows.availability_rows(table["availability"]),
         fleet=rows.fleet_of(table["running"]),
     )
+
+
+def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
+    """Demand to plan on: the accepted table, or its forecast if ``<home>/forecast.json`` is there.
+
+    The file holds ``method``, ``quantile``, ``season``, ``max_gap`` (see ``ingestion.forecast``). Raises StaleInput if
+    a series has too long a gap before now, ValidationFailed for a bad file.
+    """
+    import msgspec
+
+    from coral_tasks.ingestion.batch import parquet_bytes
+    from coral_tasks.ingestion.forecast import ForecastSettings, forecast_demand
+    from coral_tasks.ingestion.rows import demand_rows, demand_table
+
+    run = run_store(settings).find(run_id)
+    accepted, config = run.path("inputs/demand/accepted.parquet"), settings.home / "forecast.json"
+    if not config.exists():
+        return accepted
+    try:
+        wanted = msgspec.json.decode(config.read_bytes(), type=ForecastSettings)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValidationFailed([Violation(table=str(config), row="", value="", rule=str(error))]) from error
+    planned, notes = forecast_demand(demand_rows(_read_parquet(accepted)), now, wanted)
+    run.put_json("inputs/demand/forecast.json", {"notes": {name: list(text) for name, text in notes.items()}})
+    return run.put("inputs/demand/planned.parquet", parquet_bytes(demand_table(planned)))
 
 
 def require_source(batch: SourceBatch, minimum: float) -> None:
