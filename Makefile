@@ -40,7 +40,7 @@ bench: .venv/.complete ## speed and memory, as ratios within one run
 
 lock: .venv/.complete ## renew docker/requirements.lock from pyproject.toml (names and versions only)
 	@.venv-uv/bin/uv pip compile --universal --python-version 3.12 --no-header --no-annotate --quiet \
-	  --extra agent --extra aws --extra profiling --extra airflow --extra distributed --extra dev \
+	  --extra planner --extra agent --extra aws --extra profiling --extra airflow --extra distributed --extra dev \
 	  pyproject.toml -o docker/requirements.lock
 
 clean: ## everything made by the targets above, the data folder included

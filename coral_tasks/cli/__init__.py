@@ -17,6 +17,14 @@ from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 EXIT_EXPECTED_NO: Final = 1
 EXIT_FAULT: Final = 3
 
+# Which extra brings a package that a part of the commands needs.
+_EXTRA_OF: Final = {
+    **dict.fromkeys(("great_expectations", "highspy", "numba", "pandas", "plotly", "pulp", "pyarrow"), "planner"),
+    **dict.fromkeys(("psutil", "zmq"), "agent"),
+    "boto3": "aws",
+    "airflow": "airflow",
+}
+
 app = typer.Typer(
     name="coral",
     help="Plan and deploy cost-efficient serving of many LLMs on mixed cloud GPUs.",
@@ -49,6 +57,12 @@ def main() -> None:
         app()
     except ExpectedOutcome as outcome:
         sys.stderr.write(f"coral: {outcome}\n")
+        sys.exit(EXIT_EXPECTED_NO)
+    except ModuleNotFoundError as missing:
+        extra = _EXTRA_OF.get((missing.name or "").split(".")[0])
+        if extra is None:
+            raise
+        sys.stderr.write(f"coral: this command needs {missing.name}: pip install 'coral[{extra}]'\n")
         sys.exit(EXIT_EXPECTED_NO)
     except CoralFault as fault:
         sys.stderr.write(f"coral: {type(fault).__name__}: {fault}\n")
