@@ -241,9 +241,17 @@ def _model_ops(work: Work) -> _Ops | None:
         constant=json.dumps(constant),
         every=json.dumps(every),
         by_kind={kind: json.dumps(part) for kind, part in by_kind.items()},
-        num_layers=work.model.num_layers,
+        num_layers=_sharing_layers(work.model),
         approximated=approximated,
     )
+
+
+def _sharing_layers(model: ServedModel) -> int:
+    """Layers among which the time of a whole model is shared out evenly.
+
+    Leading dense layers cost less than those with experts; counting them out makes the share an upper bound of either.
+    """
+    return model.num_layers - (model.experts.num_dense_layers if model.experts else 0)
 
 
 def _known_heads(body: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -33,6 +33,67 @@ MODEL_TYPES = {
 }
 
 
+EXTRA_KEYS: dict[str, dict[str, Any]] = {
+    # openai/gpt-oss-20b config.json
+    "GptOssForCausalLM": {
+        "attention_bias": True,
+        "initial_context_length": 4096,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
+    # deepseek-ai/DeepSeek-V3 config.json: latent 512 + rope 64 = 576 cached values
+    "DeepseekV3ForCausalLM": {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    },
+    # Qwen/Qwen3-235B-A22B config.json
+    "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+"""What an architecture needs beyond the dimensions, from the published configuration named."""
+
+
 def architecture(model: ServedModel) -> str:
     """Class name that engines know the model by."""
     for prefix, name in ARCHITECTURES.items():
@@ -64,7 +125,10 @@ def model_config(model: ServedModel, num_layers: int | None = None) -> dict[str,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    return config | _expert_keys(model, name) | _attention_keys(model, layers)
+    if name == "DeepseekV3ForCausalLM":
+        # Heads have two sizes there, and engines derive what they need from the rope and nope parts.
+        config["v_head_dim"] = config.pop("head_dim")
+    return config | _expert_keys(model, name) | _attention_keys(model, layers) | EXTRA_KEYS.get(name, {})
 
 
 def _expert_keys(model: ServedModel, name: str) -> dict[str, Any]:
@@ -78,16 +142,12 @@ def _expert_keys(model: ServedModel, name: str) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate_size,
     }
     if name == "GptOssForCausalLM":
-        keys |= {
-            "experts_per_token": experts.experts_per_token,
-            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        }
+        keys["experts_per_token"] = experts.experts_per_token
     if name == "DeepseekV3ForCausalLM":
         keys |= {
             "n_routed_experts": experts.num_experts,
             "n_shared_experts": experts.num_shared_experts,
             "first_k_dense_replace": experts.num_dense_layers,
-            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         }
     return keys
 
@@ -100,10 +160,6 @@ def _attention_keys(model: ServedModel, layers: int) -> dict[str, Any]:
         keys["layer_types"] = [
             "sliding_attention" if kind is AttentionKind.SLIDING else "full_attention" for kind in kinds
         ]
-    if AttentionKind.MLA in kinds:
-        # DeepSeek-V3 config.json: latent 512 + rope 64 = 576 cached values.
-        keys |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
-        keys |= {"v_head_dim": model.head_dim}
     return keys
 
 

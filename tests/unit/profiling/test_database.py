@@ -16,7 +16,7 @@ from coral_tasks.domain.names import Phase
 from coral_tasks.domain.profiles import ProfileSource
 from coral_tasks.profiling import build_profiles
 from coral_tasks.profiling.costs import Work, work_for
-from coral_tasks.profiling.database import DatabaseSource, _known_heads
+from coral_tasks.profiling.database import DatabaseSource, _known_heads, _sharing_layers
 from coral_tasks.profiling.memory import MemoryParameters, choose_parallelism
 from coral_tasks.tasks.profiling import read_profiles, summarize
 
@@ -107,6 +107,13 @@ def test_batches_beyond_the_tables_are_marked_never_clamped(database: DatabaseSo
     within = database.costs(replace(long, context_tokens=8000))
     assert within is not None
     assert within.extrapolated.tolist() == [False]
+
+
+def test_leading_dense_layers_do_not_dilute_the_others() -> None:
+    """DeepSeek-V3: the time of the whole model is shared by its 58 layers with experts, not by all 61."""
+    assert _sharing_layers(CATALOG.model("deepseek-v3")) == 58
+    assert _sharing_layers(CATALOG.model("qwen3-235b")) == 94
+    assert _sharing_layers(CATALOG.model("qwen3-32b")) == 64
 
 
 def test_an_a100s_tables_end_earlier(database: DatabaseSource) -> None:

@@ -296,6 +296,18 @@ def test_a_truncated_model_keeps_its_first_layers() -> None:
     assert config["hidden_size"] == 2880
 
 
+def test_each_architecture_gets_the_keys_that_engines_read() -> None:
+    """GPT-OSS carries its quantization and rope, DeepSeek-V3 its latent ranks and no single head size."""
+    oss, deepseek = model_config(CATALOG.model("gpt-oss-20b")), model_config(CATALOG.model("deepseek-v3"))
+    assert oss["quantization_config"]["quant_method"] == "mxfp4"
+    assert (oss["num_local_experts"], oss["experts_per_token"], oss["sliding_window"]) == (32, 4, 128)
+    assert deepseek["kv_lora_rank"] + deepseek["qk_rope_head_dim"] == 576
+    assert (deepseek["first_k_dense_replace"], deepseek["n_routed_experts"]) == (3, 256)
+    assert "head_dim" not in deepseek
+    assert model_config(CATALOG.model("qwen3-235b"))["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert model_config(CATALOG.model("phi-4-14b"))["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_a_profiling_request_becomes_a_plan(tmp_path: Path) -> None:
     """The JSON that an agent hands over names model, configuration and options."""
     path = tmp_path / "request.json"
