@@ -13,7 +13,11 @@ import typer
 app = typer.Typer(help="The template library: build, show, diff, verify.", no_args_is_help=True)
 
 LibraryOption = Annotated[
-    str, typer.Option("--library", help="Folder or s3://bucket/prefix of the library; default: <CORAL_HOME>/library.")
+    str,
+    typer.Option(
+        "--library",
+        help="Folder or s3://bucket/prefix of the library; default: CORAL_LIBRARY, or <CORAL_HOME>/library.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
@@ -27,7 +31,8 @@ def library_address(given: str) -> str:
         return given
     from coral_tasks.settings import Settings
 
-    return str(Settings().home / "library")
+    settings = Settings()
+    return settings.library or str(settings.home / "library")
 
 
 @app.command()
@@ -64,8 +69,8 @@ def build(
         return
     _print_counts(summary.counts)
     done = "published" if summary.published else "written, not published"
-    typer.echo(f"version {summary.version} {done}: {summary.num_templates} templates in {summary.num_sets} sets, ")
-    typer.echo(f"{summary.num_reused} of them unchanged; {len(summary.removed)} old files removed")
+    sets = f"{summary.num_sets} sets, {summary.num_reused} of them unchanged"
+    typer.echo(f"version {summary.version} {done}: {summary.num_templates} templates in {sets}")
 
 
 def _options(*, max_nodes: int, rho: float, latency_split: str, reduction: str) -> Any:
