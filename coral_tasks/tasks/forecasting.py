@@ -1,20 +1,15 @@
-"""What ``coral forecast`` does: back-tests on a trace or on demand history, and the price watch's file side."""
+"""What ``coral forecast`` does: back-tests on a request trace or on demand history."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coral_tasks.domain.errors import StorageFault, ValidationFailed
-from coral_tasks.domain.market import NodePrice
-from coral_tasks.settings import Settings
+from coral_tasks.domain.errors import ValidationFailed
 
 if TYPE_CHECKING:
     from coral_tasks.ingestion.forecast import BacktestRow, ForecastSettings
-    from coral_tasks.ingestion.price_watch import WatchResult, WatchSettings
 
 
 def backtest_trace(
@@ -62,21 +57,3 @@ def backtest_any(
     if is_trace(path):
         return backtest_trace(path, interval_s, settings, warmup)
     return backtest_file(path, settings, warmup)
-
-
-def watch_prices(
-    settings: Settings, prices: Sequence[NodePrice], used: Sequence[str], limits: WatchSettings | None = None
-) -> WatchResult:
-    """One check against ``<home>/current/price_watch.json``, which is replaced whole. Raises StorageFault."""
-    from coral_tasks.ingestion.price_watch import WatchSettings, state_from_json, state_to_json, watch
-    from coral_tasks.storage.runs import write_whole
-
-    path = settings.home / "current" / "price_watch.json"
-    try:
-        before = state_from_json(json.loads(path.read_bytes()), str(path)) if path.exists() else {}
-        result = watch(before, prices, used, limits or WatchSettings())
-        write_whole(path, (json.dumps(state_to_json(result.anchors), indent=1) + "\n").encode())
-    except (OSError, ValueError) as error:
-        message = f"{path}: {error}"
-        raise StorageFault(message) from error
-    return result

@@ -15,6 +15,8 @@ import pytest
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.domain.names import NodeConfigurationId
 from coral_tasks.ingestion.aws import AwsAvailability, AwsPrices, MachineOffer, client_factory
+from coral_tasks.ingestion.batch import SourceBatch
+from coral_tasks.ingestion.files import S3PrefixSource
 from data_contracts.contract import GateContext
 from data_contracts.gate import check_table
 from data_contracts.registry import contract_of
@@ -207,6 +209,20 @@ def test_a_source_that_hangs_is_given_up(cloud: Any) -> None:
     assert time.monotonic() - started < 60
 
 
+def newest_object(address: str) -> SourceBatch:
+    """Two objects and a temporary under a prefix of moto's S3; what the source takes for the newest."""
+    client = client_factory(endpoint_url=address)("s3", "us-east-1")
+    client.create_bucket(Bucket="plans")
+    for key, data in (("demand/a.csv", b"first"), ("demand/b.csv", b"second"), ("demand/c.csv.tmp", b"half")):
+        client.put_object(Bucket="plans", Key=key, Body=data)
+    batch = S3PrefixSource(table="demand", bucket="plans", prefix="demand/", client=client)(NOW)
+    with pytest.raises(SourceFault, match="no CSV or Parquet object"):
+        S3PrefixSource(table="demand", bucket="plans", prefix="prices/", client=client)(NOW)
+    with pytest.raises(SourceFault, match="NoSuchBucket"):
+        S3PrefixSource(table="demand", bucket="absent", prefix="", client=client)(NOW)
+    return batch
+
+
 def test_prices_of_moto_are_read_and_refused_by_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moto's server gives a spot price of 0.00001: read as it is, and stopped by the jump rule against what we knew."""
     from dataclasses import replace
@@ -221,9 +237,11 @@ def test_prices_of_moto_are_read_and_refused_by_the_gate(monkeypatch: pytest.Mon
         host, port = server.get_host_and_port()
         source = prices(f"http://{host}:{port}")
         spot = source._spot("us-east-2", NOW)
+        batch = newest_object(f"http://{host}:{port}")
     finally:
         server.stop()
     assert spot["g6.xlarge"] == 0.00001
+    assert (batch.data, batch.source) == (b"second", "s3://plans/demand/b.csv")
     contract = contract_of("prices")
     known = contract.example_table(NOW)
     rows = [
