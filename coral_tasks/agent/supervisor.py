@@ -1,8 +1,10 @@
 """Engine processes on this machine: start, adopt, watch, end. Owns processes, locks and log files; decides nothing.
 
 Two guards keep a node from running two engines, even across a killed agent: each process holds its node's lock file
-(inherited, so the kernel frees it when the process ends), and carries its launch id in its environment, by which a
-restarted agent finds it again.
+(inherited, so the kernel frees it when the process ends), and a restarted agent finds it again: by a file that names
+its process, or by the launch id in its environment if the agent died before it wrote that file. The environment alone
+is not enough: a process that sets its title, as vLLM does, overwrites it. What an engine started is found by its
+session.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 import psutil
 
 from coral_tasks.agent.config import LimitsConfig
@@ -28,6 +31,7 @@ from coral_tasks.domain.errors import EngineFault
 
 LAUNCH_VARIABLE = "CORAL_LAUNCH"
 OWNER_VARIABLE = "CORAL_AGENT_STATE"
+_SAME_START_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +56,8 @@ class Supervisor:
         return str(self.folder.resolve())
 
     def adopt(self) -> frozenset[str]:
-        """Find the engines of earlier agent runs that still live; returns their launch ids."""
-        leaders: dict[str, psutil.Process] = {}
+        """Find the engines of earlier agent runs that still live; returns their launch ids. Ends their orphans."""
+        leaders = self._recorded()
         for launch, process in self._marked():
             known = leaders.get(launch)
             # the oldest process of a launch is the one that the agent started
@@ -62,6 +66,20 @@ class Supervisor:
         for launch, process in leaders.items():
             self._children.setdefault(launch, _Child(process=process, popen=None))
         return frozenset(leaders)
+
+    def _recorded(self) -> dict[str, psutil.Process]:
+        """Engines named by the files of earlier runs, by launch id; what a dead one left behind is ended."""
+        found: dict[str, psutil.Process] = {}
+        for file in sorted((self.folder / "engines").glob("*.pid")):
+            record = _read_record(file)
+            if record is None:
+                continue
+            process = _process(record)
+            if process is not None:
+                found[record.launch] = process
+            else:
+                _kill_session(record.pid)
+        return found
 
     def _marked(self) -> Iterator[tuple[str, psutil.Process]]:
         """Live processes that carry our mark, with their launch ids."""
@@ -82,7 +100,8 @@ class Supervisor:
             raise EngineFault(f"lock of {node}: {error}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._children[launch_id] = self._start(Path(f"{stem}.log"), lock, launch_id, launch)
+            child = self._children[launch_id] = self._start(Path(f"{stem}.log"), lock, launch_id, launch)
+            _write_record(Path(f"{stem}.pid"), launch_id, child.process)
         except BlockingIOError as error:
             raise EngineFault(f"another engine still holds {node}") from error
         except (OSError, psutil.Error, ValueError) as error:
@@ -131,11 +150,12 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = child.popen.wait(1.0)
         del self._children[launch_id]
-        self._sweep(launch_id)
+        self._sweep(launch_id, child)
         return "engine process is gone" if code is None else f"engine process ended with code {code}"
 
-    def _sweep(self, launch_id: str) -> None:
+    def _sweep(self, launch_id: str, child: _Child) -> None:
         """End every other process of a launch whose leader is gone, so that GPU memory and ports are free."""
+        _kill_session(child.process.pid)
         for launch, process in list(self._marked()):
             if launch == launch_id:
                 with contextlib.suppress(psutil.Error):
@@ -157,7 +177,7 @@ class Supervisor:
             if child.kill_at_s is not None and now_s >= child.kill_at_s:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.process.pid, signal.SIGKILL)
-                self._sweep(launch_id)
+                self._sweep(launch_id, child)
                 child.kill_at_s = now_s + self.kill_grace_s
 
     def living(self) -> tuple[str, ...]:
@@ -174,6 +194,50 @@ class Supervisor:
                         older.replace(log.with_name(f"{log.name}.{number + 1}"))
                 shutil.copyfile(log, log.with_name(f"{log.name}.1"))
                 os.truncate(log, 0)
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process a launch is. ``created_s``: its start time, since process ids are used again."""
+
+    launch: str
+    pid: int
+    created_s: float
+
+
+def _write_record(file: Path, launch: str, process: psutil.Process) -> None:
+    """Keep it if the disk allows; without it the mark in the environment is all there is."""
+    with contextlib.suppress(OSError, psutil.Error):
+        record = _Record(launch=launch, pid=process.pid, created_s=process.create_time())
+        temporary = file.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.replace(file)
+
+
+def _read_record(file: Path) -> _Record | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Record)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _process(record: _Record) -> psutil.Process | None:
+    """The recorded process if it still lives and is the same one."""
+    try:
+        process = psutil.Process(record.pid)
+        same = abs(process.create_time() - record.created_s) < _SAME_START_S
+    except psutil.Error:
+        return None
+    return process if same and _lives(process) else None
+
+
+def _kill_session(leader: int) -> None:
+    """End the processes of the session that ``leader`` began. The kernel gives a session's number to nobody else
+    while a process is left in it.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                process.kill()
 
 
 def _lives(process: psutil.Process) -> bool:
