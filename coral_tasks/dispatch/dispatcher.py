@@ -69,6 +69,9 @@ class Provisioner(Protocol):
     def releasable(self) -> frozenset[NodeId]:
         """Nodes that this provisioner launched."""
 
+    def interrupted(self) -> frozenset[NodeId]:
+        """Nodes about to be taken back (spot): their instances are replaced, then drained."""
+
     def endpoints(self) -> Mapping[str, str]:
         """Agents of the nodes it launched: name to address."""
 
@@ -157,6 +160,8 @@ def preview(
 ) -> Transition:
     """The checked transition that a dispatch would begin with. Raises PlanRejected if the check refuses it."""
     excluded = frozenset(observation.excluded) | options.excluded
+    if provisioner is not None:
+        excluded |= provisioner.interrupted()
     situation = Situation(
         excluded=excluded,
         load=observation.load,

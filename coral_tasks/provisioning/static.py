@@ -29,6 +29,10 @@ class StaticProvisioner:
         """None."""
         return frozenset()
 
+    def interrupted(self) -> frozenset[NodeId]:
+        """None."""
+        return frozenset()
+
     def endpoints(self) -> Mapping[str, str]:
         """None besides the inventory."""
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coral_tasks.agent.config import AgentConfig
     from coral_tasks.dispatch.dispatcher import DispatchOptions, DispatchResult, Progress, Provisioner
     from coral_tasks.dispatch.observation import Observation
-    from coral_tasks.domain.transition import Transition
+    from coral_tasks.domain.transition import NodeRequest, Transition
     from coral_tasks.protocol.keyfiles import Role
 
 
@@ -95,6 +95,32 @@ def dispatch(
     )
     write_result(home / "dispatch" / f"{epoch}.json", result)
     return result
+
+
+def dispatch_with_feedback(
+    plan: AllocationPlan,
+    *,
+    solve_again: Callable[[tuple[NodeRequest, ...]], AllocationPlan],
+    home: Path,
+    agents: Path,
+    keys: Path,
+    options: DispatchOptions | None = None,
+    provisioner: Provisioner | None = None,
+    progress: Progress | None = None,
+) -> DispatchResult:
+    """Dispatch; if nodes could not be had, solve once more with that knowledge and dispatch that plan.
+
+    ``solve_again``: from the missing nodes (see ``provisioning.feedback``) to a plan that does without them.
+    """
+    first = dispatch(
+        plan, home=home, agents=agents, keys=keys, options=options, provisioner=provisioner, progress=progress
+    )
+    if first.converged or not first.shortage:
+        return first
+    second = solve_again(first.shortage)
+    return dispatch(
+        second, home=home, agents=agents, keys=keys, options=options, provisioner=provisioner, progress=progress
+    )
 
 
 def write_result(path: Path, result: DispatchResult) -> None:

@@ -21,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
 from agent_bench import Bench, bench
 from fleet_builders import REGION, node, plan, template
 
+from coral_tasks.dispatch.inventory import write_endpoints
 from coral_tasks.dispatch.routing import read_routing
 from coral_tasks.domain.errors import Unavailable
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId
 from coral_tasks.domain.transition import NodeRequest, ProvisionedNode, StepKind
+from coral_tasks.tasks.dispatching import dispatch_with_feedback
 
 pytestmark = [pytest.mark.integration]
 ONE = template("one", throughput=1000.0)
@@ -119,6 +121,7 @@ class LateMachine:
     def __init__(self, agents: Bench, *, stock: int) -> None:
         self.agents, self.stock, self.asked = agents, stock, []
         self.ours: dict[str, str] = {}
+        self.notices: frozenset[NodeId] = frozenset()
 
     def obtainable(self):
         return {POOL: 2 - len(self.ours)}
@@ -138,6 +141,9 @@ class LateMachine:
 
     def releasable(self) -> frozenset[NodeId]:
         return frozenset(NodeId(name) for name in self.ours)
+
+    def interrupted(self) -> frozenset[NodeId]:
+        return self.notices
 
     def endpoints(self) -> dict[str, str]:
         return {"b": f"tcp://127.0.0.1:{self.agents.ports['b']}"} if self.ours else {}
@@ -179,3 +185,42 @@ def test_missing_capacity_ends_the_dispatch_before_anything_changed(tmp_path: Pa
         assert [one.configuration for one in short.shortage] == ["L4x1"]
         assert any("InsufficientInstanceCapacity" in text for text in short.problems)
         assert agents.engines() == before
+
+
+def test_one_more_solve_follows_a_shortage(tmp_path: Path) -> None:
+    """The cloud has none: the plan is solved once more with that knowledge, and the second plan is reached."""
+    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
+        only_a(agents)
+        write_endpoints(tmp_path / "agents.toml", agents.endpoints)
+        asked = []
+
+        def solve_again(shortage: tuple[NodeRequest, ...]):
+            asked.append([(one.configuration, one.market) for one in shortage])
+            return plan({"one": 1}, ONE)
+
+        result = dispatch_with_feedback(
+            plan({"two": 1}, ONE, TWO),
+            solve_again=solve_again,
+            home=tmp_path,
+            agents=tmp_path / "agents.toml",
+            keys=agents.keys,
+            provisioner=LateMachine(agents, stock=0),
+        )
+        assert asked == [[("L4x1", Market.ON_DEMAND)]]
+        assert result.converged, result.problems
+
+
+def test_a_spot_notice_moves_the_instance_before_the_machine_goes(tmp_path: Path) -> None:
+    """A node is about to be taken back: the same plan starts a replacement, then drains the old instance, no dip."""
+    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
+        cloud = LateMachine(agents, stock=0)
+        first = agents.dispatch(plan({"one": 1}, ONE), provisioner=cloud)
+        assert first.converged
+        (before,) = first.fleet.instances
+        cloud.notices = frozenset(before.nodes)
+        moved = agents.dispatch(plan({"one": 1}, ONE), provisioner=cloud)
+        assert (moved.converged, moved.dips) == (True, ())
+        (after,) = moved.fleet.instances
+        assert set(after.nodes).isdisjoint(before.nodes)
+        kinds = [step.kind for step in moved.steps_done]
+        assert kinds.index(StepKind.START) < kinds.index(StepKind.DRAIN)
