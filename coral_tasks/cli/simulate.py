@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the root: they have no group of their own."""
     app.command("simulate")(simulate)
     app.command("compare")(compare)
+    app.command("backtest")(backtest)
 
 
 def simulate(
@@ -67,7 +68,7 @@ def simulate(
 
 
 def compare(
-    setup: Annotated[str, typer.Argument(help="core, extended, helix or sweep.")],
+    setup: Annotated[str, typer.Argument(help="core, extended, helix, sweep or restrictions.")],
     case: Annotated[str, typer.Argument(help="default, scarce, large-heavy or small-heavy.")] = "default",
     traces: Annotated[Path | None, typer.Option(help="Folder with the Azure traces (*conv*, *code*).")] = None,
     work: Annotated[Path, typer.Option(help="Folder for library and report.")] = Path(".coral/compare"),
@@ -78,6 +79,7 @@ def compare(
     latency_split: Annotated[str, typer.Option(help="equal or free latency shares of stages.")] = "equal",
     router: Annotated[str, typer.Option(help="weighted_round_robin or least_loaded.")] = "weighted_round_robin",
     measured: Annotated[Path | None, typer.Option(help="helix only: folder with Helix's measured files.")] = None,
+    slowdown: Annotated[float, typer.Option(help="Stages take this many times their profiled time.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
     time_limit_s: Annotated[float, typer.Option(help="Limit of one solve.")] = 60.0,
     *,
@@ -87,7 +89,7 @@ def compare(
     from coral_tasks.tasks import comparing
 
     request = comparing.CompareRequest(
-        setup="core" if setup in ("helix", "sweep") else setup,
+        setup="core" if setup in ("helix", "sweep", "restrictions") else setup,
         case=case,
         work=work,
         traces=traces,
@@ -100,9 +102,14 @@ def compare(
         library={"latency_split": latency_split},
         router=router,
         measured=measured,
+        slowdown=slowdown,
     )
     console = Console(stderr=True)
-    runs = {"helix": comparing.compare_helix, "sweep": comparing.compare_sweep}
+    runs = {
+        "helix": comparing.compare_helix,
+        "sweep": comparing.compare_sweep,
+        "restrictions": comparing.compare_restrictions,
+    }
     summary, report = runs.get(setup, comparing.compare_and_report)(request, lambda text: console.print(f"… {text}"))
     if json_output:
         typer.echo(json.dumps(summary, indent=1))
@@ -111,6 +118,44 @@ def compare(
     if "planners" in summary:
         names = ("name", "usd_per_hour", "shortfall_requests_per_s", "goodput_requests_per_s", "attainment")
         _print_rows([{name: row.get(name) for name in names} for row in summary["planners"]])
+    for note in summary["notes"]:
+        typer.echo(note)
+    typer.echo(f"report: {report}")
+
+
+def backtest(
+    setup: Annotated[str, typer.Argument(help="Setup with a shipped day of demand.")] = "core",
+    work: Annotated[Path, typer.Option(help="Folder for library and report.")] = Path(".coral/compare"),
+    hours: Annotated[float, typer.Option(help="Hours of the day, from midnight.")] = 24.0,
+    every: Annotated[int, typer.Option(help="Intervals of 5 minutes between two plans.")] = 3,
+    margin: Annotated[float, typer.Option(help="Policy last: planned over last demand.")] = 1.1,
+    policy: Annotated[list[str] | None, typer.Option(help="last, oracle or peak; repeat. Default: all.")] = None,
+    headroom: Annotated[float, typer.Option(help="Share of capacity that demand may use.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
+    *,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Replay requests on the plans too.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Replay a recorded day under planning policies: cost, shortage, churn and SLO attainment."""
+    from coral_tasks.tasks import backtesting
+
+    request = backtesting.BacktestRequest(
+        setup=setup,
+        work=work,
+        hours=hours,
+        every=every,
+        margin=margin,
+        policies=tuple(policy or backtesting.POLICIES),
+        headroom=headroom,
+        seed=seed,
+        simulate=simulate,
+    )
+    console = Console(stderr=True)
+    summary, report = backtesting.backtest(request, lambda text: console.print(f"… {text}"))
+    if json_output:
+        typer.echo(json.dumps(summary, indent=1))
+        return
+    _print_rows(summary["rows"])
     for note in summary["notes"]:
         typer.echo(note)
     typer.echo(f"report: {report}")

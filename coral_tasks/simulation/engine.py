@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from coral_tasks.simulation.outcome import InstanceSummary, ModelTally, Simulati
 from coral_tasks.simulation.scenario import PlanEpoch, PriceList, SimulationOptions, check_epochs
 from coral_tasks.simulation.state import ARRIVAL, CONTROL, OUT_IS_FULL, TOO_MANY_IN_FLIGHT, Outcome, Records
 from coral_tasks.simulation.trace import RequestTrace
+
+FEW_UNFINISHED: Final = 0.001
+"""Share of requests that may be in work at the drain limit (very long answers) without calling the plan unstable."""
 
 type RecordSink = Callable[[Records], None]
 """Receives finished requests in batches (dtype ``state.OUT``, order of their end); the array is reused afterwards."""
@@ -156,7 +160,7 @@ def _result(run: _Run, prices: PriceList, *, overflow: bool) -> SimulationResult
         simulated_s=run.now,
         cost_usd=cost,
         cost_usd_per_hour=cost / trace_s * 3600,
-        stable=unfinished == 0,
+        stable=not overflow and unfinished <= FEW_UNFINISHED * len(run.trace),
         statement=_statement(run, overflow=overflow, unfinished=unfinished),
         num_events=int(clock["num_events"]),
         peak_in_flight=int(clock["peak_in_flight"]),
@@ -167,6 +171,8 @@ def _result(run: _Run, prices: PriceList, *, overflow: bool) -> SimulationResult
 def _statement(run: _Run, *, overflow: bool, unfinished: int) -> str:
     if not unfinished:
         return "every request ended"
+    if not overflow and unfinished <= FEW_UNFINISHED * len(run.trace):
+        return f"{unfinished} long answers still in work {run.options.drain_limit_s:.0f} s after the last arrival"
     worst = "; ".join(text for model in run.trace.models if (text := _overload(run, model)))
     why = f" ({worst})" if worst else ""
     if overflow:

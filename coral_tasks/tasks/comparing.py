@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from coral_tasks.domain.errors import UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.fleet import InstanceState, ServingInstance
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
-from coral_tasks.domain.names import InstanceId, Market, NodeConfigurationId, NodeId, RegionId
+from coral_tasks.domain.names import InstanceId, Market, NodeConfigurationId, NodeId, RegionId, Runtime
 
 if TYPE_CHECKING:
     from coral_tasks.allocation.problem import AllocationProblem
@@ -47,7 +47,7 @@ SUPPLY: Final = {"default": 12.0, "scarce": 3.5, "large-heavy": 12.0, "small-hea
 
 type Progress = Callable[[str], None]
 
-_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _WANDER: Final = 0.2
 """Standard deviation of the logarithm of availability from one epoch to the next."""
 
@@ -85,6 +85,7 @@ class CompareRequest:
     ``arrivals``: "poisson" at the setup's rates with lengths from the traces, or "trace" with the traces' own times
     stretched to the rates. ``work``: folder for the library and the report. ``availability``: CSV of epoch, region,
     configuration, available_nodes instead of the made-up one. ``supply``: None for the case's own.
+    ``allowed_runtimes``, ``regions``: None for all. ``slowdown``: stages take this many times their profiled time.
     ``measured``: folder with Helix's measured files (``compare helix`` only).
     ``library``: build options; equal latency shares, since pipelines keep a free split's promise in prefill only: a
     batch that stays whole through the stages needs them all at one pace (docs/simulation.md has the figures).
@@ -109,6 +110,8 @@ class CompareRequest:
     slowdown: float = 1.0
     router: str = "weighted_round_robin"
     measured: Path | None = None
+    allowed_runtimes: tuple[str, ...] | None = None
+    regions: tuple[str, ...] | None = None
     simulate: bool = True
 
     def __post_init__(self) -> None:
@@ -186,7 +189,7 @@ def make_world(request: CompareRequest) -> World:
     catalog = load_catalog()
     setup = catalog.setup(request.setup)
     version, sets = library_of(request)
-    prices = tuple(price.as_node_price(_START) for price in catalog.prices(setup) if price.market is Market.ON_DEMAND)
+    prices = tuple(price.as_node_price(START) for price in catalog.prices(setup) if price.market is Market.ON_DEMAND)
     rates = demand_mix(setup, request.case)
     return World(request=request, setup=setup, version=version, sets=sets, rates=rates, prices=prices)
 
@@ -198,11 +201,12 @@ def compare_and_report(request: CompareRequest, on_progress: Progress = lambda _
     summary = comparison_as_json(compare_setup(request, on_progress))
     path = request.work / f"compare-{request.setup}-{request.case}.html"
     write_comparison_page(path, summary)
-    _write_json(path.with_suffix(".json"), summary)
+    write_json(path.with_suffix(".json"), summary)
     return summary, path
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write beside and rename."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
     temporary.replace(path)
@@ -274,7 +278,7 @@ def compare_helix(request: CompareRequest, on_progress: Progress = lambda _: Non
     }
     path = request.work / "compare-helix.html"
     write_table_page(path, "Helix's 64-GPU cluster", rows, summary["notes"])
-    _write_json(path.with_suffix(".json"), summary)
+    write_json(path.with_suffix(".json"), summary)
     return summary, path
 
 
@@ -440,7 +444,7 @@ def compare_sweep(request: CompareRequest, on_progress: Progress = lambda _: Non
     summary = {"setup": request.setup, "case": request.case, "rows": rows, "notes": notes}
     path = request.work / f"compare-sweep-{request.setup}.html"
     write_table_page(path, f"N_max and rho: {request.setup}, {request.case}", rows, notes)
-    _write_json(path.with_suffix(".json"), summary)
+    write_json(path.with_suffix(".json"), summary)
     return summary, path
 
 
@@ -457,6 +461,39 @@ def _sweep_row(request: CompareRequest, num_nodes: int, ratio: float) -> dict[st
         "usd_per_hour": plan.certificate.cost_usd_per_hour,
         "shortfall_requests_per_s": sum(row.shortfall_requests_per_s for row in plan.shortfalls),
     }
+
+
+def compare_restrictions(
+    request: CompareRequest, on_progress: Progress = lambda _: None
+) -> tuple[dict[str, Any], Path]:
+    """What each restriction costs: plan of the case's first epoch without it and with it, on the same supply."""
+    from coral_tasks.reporting.comparison import write_table_page
+
+    rows: list[dict[str, Any]] = []
+    for name, changes in _restrictions(request):
+        on_progress(name)
+        row = _sweep_row(dataclasses.replace(request, simulate=False, **changes), 6, 12.0)
+        kept = {key: row[key] for key in ("num_templates", "usd_per_hour", "shortfall_requests_per_s")}
+        over = row["usd_per_hour"] / rows[0]["usd_per_hour"] if rows else 1.0
+        rows.append({"restriction": name, **kept, "over_none": over})
+    notes = [*_notes(request, _setup(request)), "free shares promise more than pipelines keep (docs/simulation.md)"]
+    summary = {"setup": request.setup, "case": request.case, "rows": rows, "notes": notes}
+    path = request.work / f"compare-restrictions-{request.setup}.html"
+    write_table_page(path, f"Price of restrictions: {request.setup}, {request.case}", rows, notes)
+    write_json(path.with_suffix(".json"), summary)
+    return summary, path
+
+
+def _restrictions(request: CompareRequest) -> list[tuple[str, dict[str, Any]]]:
+    free = {**request.library, "latency_split": "free"}
+    regions = [str(region) for region in _setup(request).regions]
+    return [
+        ("none (free latency split)", {"library": free}),
+        ("equal latency split", {"library": {**free, "latency_split": "equal"}}),
+        ("runtime vllm only", {"library": free, "allowed_runtimes": ("vllm",)}),
+        *((f"N_max {count}", {"library": {**free, "max_nodes": count}}) for count in (1, 2, 3)),
+        *((f"only {region}", {"library": free, "regions": (region,)}) for region in regions),
+    ]
 
 
 def _setup(request: CompareRequest) -> Setup:
@@ -508,29 +545,37 @@ class World:
     prices: tuple[NodePrice, ...]
 
     def problem(
-        self, epoch: int, available: Mapping[tuple[RegionId, NodeConfigurationId], int], running: Sequence[Any]
+        self,
+        epoch: int,
+        available: Mapping[tuple[RegionId, NodeConfigurationId], int],
+        running: Sequence[ServingInstance],
+        demand: Sequence[Demand] | None = None,
     ) -> AllocationProblem:
-        """The problem of an epoch; what runs counts as available."""
+        """The problem of an epoch; what runs counts as available. ``demand`` None: the case's rates."""
         from coral_tasks.allocation.build import build_problem
         from coral_tasks.allocation.options import AllocationOptions
         from coral_tasks.domain.names import LibraryVersion
 
-        at = _START + timedelta(seconds=epoch * self.request.epoch_s)
+        at = START + timedelta(seconds=epoch * self.request.epoch_s)
+        runtimes = self.request.allowed_runtimes
         rows = [
             NodeAvailability(
                 region=region, configuration=name, market=Market.ON_DEMAND, available_nodes=count, observed_at=at
             )
             for (region, name), count in sorted(available.items())
+            if self.request.regions is None or region in self.request.regions
         ]
         return build_problem(
             library_version=LibraryVersion(self.version),
             templates=self.sets,
-            demand=[self._demand(one, at) for one in self.setup.models],
+            demand=[self._demand(one, at) for one in self.setup.models] if demand is None else demand,
             prices=self.prices,
             availability=rows,
             running=tuple(running),
             options=AllocationOptions(
-                headroom=self.request.headroom, startup_factor=self.request.startup_s / self.request.epoch_s
+                headroom=self.request.headroom,
+                startup_factor=self.request.startup_s / self.request.epoch_s,
+                allowed_runtimes=None if runtimes is None else tuple(Runtime(name) for name in runtimes),
             ),
         )
 

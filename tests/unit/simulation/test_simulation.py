@@ -330,6 +330,17 @@ def test_unstable_plan_ends_at_the_drain_limit():
     assert result.models[0].num_by_outcome["unfinished"] == pytest.approx(80, abs=1)
 
 
+def test_one_very_long_answer_does_not_make_a_plan_unstable():
+    """A single answer still in work at the drain limit is stated as that, and counted as unfinished."""
+    output = np.full(2000, 2)
+    output[-1] = 5000
+    both = plan((template(Phase.PREFILL), 2), (template(Phase.DECODE), 1))
+    result, _ = run(both, trace(np.arange(2000) * 0.1, output=output), timing=BOTH, drain_limit_s=10.0)
+    assert result.stable
+    assert result.statement == "1 long answers still in work 10 s after the last arrival"
+    assert result.models[0].num_by_outcome["unfinished"] == 1
+
+
 def test_admission_turns_away_what_the_plan_does_not_cover():
     """A plan short of half the demand lets in its capacity times the utilisation, and says the rest is refused."""
     short = Shortfall(model="m", required_requests_per_s=10.0, shortfall_requests_per_s=5.0)

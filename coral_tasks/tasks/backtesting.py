@@ -1,0 +1,238 @@
+"""Back-test of planning policies over a recorded day: demand, prices and availability together.
+
+Joins the setup's day of demand, library, allocation and (if asked) the simulator. Owns the policies and the figures:
+cost with start-up, shortage, churn, SLO attainment. Prices stay at the catalogue's; availability is made up as in
+``comparing`` and wanders, since no record of either is at hand.
+
+API::
+
+    backtest(BacktestRequest(setup="core", hours=24, every=3)) -> (JSON values, path of the page)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from coral_tasks.domain.errors import UnknownName
+from coral_tasks.domain.market import Demand
+from coral_tasks.domain.validation import Checks
+from coral_tasks.tasks.comparing import START, CompareRequest, World, make_world, offered_nodes, running_instances
+
+if TYPE_CHECKING:
+    from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.simulation import RequestTrace
+
+INTERVAL_S: Final = 300.0
+POLICIES: Final = ("last", "oracle", "peak")
+"""last: plan on the last interval's demand times the margin. oracle: on the demand to come. peak: once, for the day's
+highest rates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BacktestRequest:
+    """``every``: intervals of 5 minutes between two plans. ``simulate``: replay Poisson requests on the plans too."""
+
+    work: Path
+    setup: str = "core"
+    hours: float = 24.0
+    every: int = 3
+    margin: float = 1.1
+    headroom: float = 0.9
+    startup_s: float = 120.0
+    policies: tuple[str, ...] = POLICIES
+    seed: int = 0
+    time_limit_s: float = 20.0
+    gap: float = 1e-3
+    supply: float = 12.0
+    simulate: bool = False
+
+    def __post_init__(self) -> None:
+        checks = Checks("backtest")
+        checks.positive(hours=self.hours, every=self.every, margin=self.margin)
+        checks.raise_if_any()
+        for policy in self.policies:
+            if policy not in POLICIES:
+                raise UnknownName(kind="policy", name=policy, known=POLICIES)
+
+    @property
+    def num_intervals(self) -> int:
+        """Intervals of the day that are replayed."""
+        return max(round(self.hours * 3600 / INTERVAL_S), 1)
+
+    @property
+    def num_plans(self) -> int:
+        """Plans that a policy makes."""
+        return -(-self.num_intervals // self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Day:
+    """Demand of every interval, and what the planners know besides."""
+
+    world: World
+    intervals: tuple[tuple[Demand, ...], ...]
+    offered: tuple[Mapping[Any, int], ...]
+
+
+def backtest(
+    request: BacktestRequest, on_progress: Callable[[str], None] = lambda _: None
+) -> tuple[dict[str, Any], Path]:
+    """Run every policy over the day and write page and JSON; (JSON values, path of the page)."""
+    from coral_tasks.reporting.comparison import write_table_page
+    from coral_tasks.tasks.comparing import write_json
+
+    on_progress("library")
+    day = read_day(request)
+    rows = []
+    for policy in request.policies:
+        on_progress(policy)
+        plans = plan_day(request, day, policy)
+        rows.append({"policy": policy, **judge_day(request, day, plans)})
+    notes = [
+        f"{request.num_intervals} intervals of 5 minutes, a plan every {request.every}; margin {request.margin:g}",
+        "the setup's day of demand (derived from the Azure traces); catalogue prices; availability is made up",
+    ]
+    summary = {"setup": request.setup, "rows": rows, "notes": notes}
+    path = request.work / f"backtest-{request.setup}.html"
+    write_table_page(path, f"Back-test: {request.setup}", rows, notes)
+    write_json(path.with_suffix(".json"), summary)
+    return summary, path
+
+
+def read_day(request: BacktestRequest) -> Day:
+    """The setup's recorded day from midnight on."""
+    from coral_tasks.ingestion.demand_day import demand_history, read_demand_day
+
+    compare = CompareRequest(
+        setup=request.setup,
+        work=request.work,
+        num_epochs=request.num_plans,
+        epoch_s=INTERVAL_S * request.every,
+        startup_s=request.startup_s,
+        headroom=request.headroom,
+        seed=request.seed,
+        supply=request.supply,
+    )
+    world = make_world(compare)
+    count = request.num_intervals
+    last = START + timedelta(seconds=INTERVAL_S * (count - 1))
+    rows = demand_history(read_demand_day(request.setup), last, num_intervals=count)
+    per_interval = len(rows) // count
+    intervals = tuple(tuple(rows[k * per_interval : (k + 1) * per_interval]) for k in range(count))
+    return Day(world=world, intervals=intervals, offered=tuple(offered_nodes(world)))
+
+
+def plan_day(request: BacktestRequest, day: Day, policy: str) -> list[AllocationPlan]:
+    """One plan for each planning moment, each started from the one before."""
+    from coral_tasks.allocation.solve import solve_allocation
+
+    plans: list[AllocationPlan] = []
+    for k in range(request.num_plans):
+        if policy == "peak" and plans:
+            plans.append(plans[-1])
+            continue
+        demand = expected_demand(request, day, policy, k * request.every)
+        running = running_instances(plans[-1]) if plans else ()
+        problem = day.world.problem(k, day.offered[k], running, demand=demand)
+        plans.append(solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap))
+    return plans
+
+
+def expected_demand(request: BacktestRequest, day: Day, policy: str, interval: int) -> tuple[Demand, ...]:
+    """What the policy plans on at the start of an interval."""
+    if policy == "oracle":
+        return _highest(day.intervals[interval : interval + request.every], 1.0)
+    if policy == "peak":
+        return _highest(day.intervals, 1.0)
+    before = day.intervals[interval - 1] if interval else day.intervals[0]
+    return _highest([before], request.margin)
+
+
+def _highest(intervals: Sequence[Sequence[Demand]], factor: float) -> tuple[Demand, ...]:
+    """Each model's row of the highest rate, times the factor."""
+    by_model: dict[str, Demand] = {}
+    for rows in intervals:
+        for row in rows:
+            if row.model not in by_model or row.requests_per_s > by_model[row.model].requests_per_s:
+                by_model[row.model] = row
+    return tuple(dataclasses.replace(row, requests_per_s=row.requests_per_s * factor) for row in by_model.values())
+
+
+def judge_day(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> dict[str, Any]:
+    """Cost with start-up, shortage against the real demand, churn, and attainment if simulated."""
+    asked = short = 0.0
+    short_intervals = 0
+    for k, rows in enumerate(day.intervals):
+        capacity = capacities(plans[k // request.every])
+        missing = [max(row.requests_per_s - capacity.get(row.model, 0.0), 0.0) for row in rows]
+        asked += sum(row.requests_per_s for row in rows)
+        short += sum(missing)
+        short_intervals += any(value > 1e-9 for value in missing)
+    started, startup = _started(request, plans)
+    hours = request.every * INTERVAL_S / 3600
+    nodes = sum(plan.certificate.cost_usd_per_hour * hours for plan in plans)
+    found = {
+        "cost_usd": nodes + startup,
+        "startup_usd": startup,
+        "usd_per_hour": (nodes + startup) / (len(plans) * hours),
+        "shortage_share": short / asked if asked else 0.0,
+        "short_intervals": short_intervals,
+        "instances_started": started,
+    }
+    return found if not request.simulate else {**found, **_simulated(request, day, plans)}
+
+
+def capacities(plan: AllocationPlan) -> dict[str, float]:
+    """Requests/s that a plan's instances carry, by model, from its own served rates."""
+    found: dict[str, float] = {}
+    for row in plan.served:
+        rate = row.disaggregated_requests_per_s + row.aggregated_requests_per_s
+        found[row.model] = found.get(row.model, 0.0) + rate
+    return found
+
+
+def _started(request: BacktestRequest, plans: Sequence[AllocationPlan]) -> tuple[int, float]:
+    """Instances started over the day, the first plan's apart, and USD paid while they started."""
+    count = 0
+    seconds_usd = 0.0
+    for before, after in itertools.pairwise(plans):
+        had = {(row.template, row.region, row.market): row.count for row in before.instances}
+        count += sum(max(row.count - had.get((row.template, row.region, row.market), 0), 0) for row in after.instances)
+        if after is not before:
+            seconds_usd += after.certificate.startup_usd_per_hour * request.every * INTERVAL_S / 3600
+    return count, seconds_usd
+
+
+def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> dict[str, Any]:
+    from coral_tasks.simulation import PlanEpoch, SimulationOptions, simulate
+    from coral_tasks.tasks.simulating import ProfileTimings, catalog_prices, transfer_timings
+
+    epochs = [PlanEpoch(start_s=k * request.every * INTERVAL_S, plan=plan) for k, plan in enumerate(plans)]
+    options = SimulationOptions(
+        timing=ProfileTimings(setup=day.world.setup),
+        transfer=transfer_timings(day.world.setup),
+        startup_s=request.startup_s,
+        admission=False,
+        shed_late=True,
+    )
+    result = simulate(epochs, day_trace(request, day), prices=catalog_prices(), options=options)
+    return {"attainment": result.attainment, "simulated_usd_per_hour": result.cost_usd_per_hour}
+
+
+def day_trace(request: BacktestRequest, day: Day) -> RequestTrace:
+    """Poisson requests at each interval's rate, lengths of its shape."""
+    from coral_tasks.simulation import merge_traces, poisson_trace
+
+    parts = []
+    for k, rows in enumerate(day.intervals):
+        shapes = {row.model: (row.requests_per_s, row.shape) for row in rows if row.requests_per_s > 0}
+        if shapes:
+            part = poisson_trace(shapes, duration_s=INTERVAL_S, seed=request.seed * 100_003 + k)
+            parts.append(dataclasses.replace(part, arrival_s=part.arrival_s + k * INTERVAL_S))
+    return merge_traces(parts)
