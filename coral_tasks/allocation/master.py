@@ -80,15 +80,21 @@ class Master:
         rows = np.flatnonzero(usage)
         return rows, usage[rows]
 
-    def relax(self) -> tuple[float, Duals]:
-        """Value and prices of the linear relaxation."""
+    def relax(self) -> tuple[float, float, Duals]:
+        """Value of the linear relaxation, the money in it (weighted shortage apart), and its prices."""
         result, rows = self._solve(integer=False, time_limit_s=60.0, max_nodes=0)
         prices = np.zeros(len(self._limits))
         duals = result.row_duals if result.row_duals is not None else np.zeros(0)
         for k, row in enumerate(rows):
             prices[row] = max(0.0, -float(duals[k]))
         nodes = prices[: self._cells].reshape(self.core.problem.available_nodes.shape)
-        return float(result.objective or 0.0), Duals(nodes=nodes, sides=prices[self._cells :])
+        value = float(result.objective or 0.0)
+        shares = result.values if result.values is not None else np.zeros(len(self.plans))
+        shortage = sum(
+            float(share * self._weights[plan.model] * plan.unserved)
+            for share, plan in zip(shares, self.plans, strict=True)
+        )
+        return value, max(value - shortage, 0.0), Duals(nodes=nodes, sides=prices[self._cells :])
 
     def choose(self, *, time_limit_s: float, max_nodes: int) -> NDArray[np.int64]:
         """The best combination found of one plan for each model, as values on the columns, [N]."""

@@ -46,10 +46,8 @@ MAX_STALLED: Final = 5
 MAX_STATES: Final = 24
 MAX_LEVELS: Final = 6
 """States and levels of tracked supply in the dynamic program of one model and place."""
-POLISH_COLUMNS: Final = (150, 400, 1000)
-"""Columns in the programs that look for better plans before the final one."""
-DIRECT_COLUMNS: Final = 1500
-"""This few columns go to the final program at once."""
+POLISH: Final = ((150, 300), (400, 1500), (1000, 1500))
+"""Columns of the programs that look for better plans, each with the number that must be alive to make it worth it."""
 NEIGHBOUR_COLUMNS: Final = 120
 NEIGHBOUR_NODES: Final = 60
 FINAL_COLUMNS: Final = 4000
@@ -206,8 +204,8 @@ class Search:
             grew = self._collect(down, duals, evaluation)
             if round_number == 0 and self.offer(self._sum_of_models(down, duals)):
                 self.state.note("plan at zero prices")
-            value, target = self.master.relax()
-            if self.done() or value - self.state.bound <= 1e-5 * max(1.0, abs(value)):
+            value, money, target = self.master.relax()
+            if self.done() or value - self.state.bound <= 1e-5 * max(1e-6, money):
                 break
             if not grew and round_number > 0 and np.allclose(duals.nodes, target.nodes):
                 break
@@ -222,10 +220,10 @@ class Search:
     def tighten(self, up: Grid, down: Grid) -> None:
         """Column generation again where a model's own plan may not exceed supply: a better bound where it is scarce."""
         duals = best = self.state.best.duals if self.state.best is not None else no_duals(self.core)
-        stalled = 0
+        stalled, money = 0, 0.0
         for round_number in range(MAX_TIGHT_ROUNDS):
             evaluation = evaluate(self.core, up, duals, self.tracked)
-            stalled = 0 if evaluation.bound > self.state.bound + 1e-5 * abs(self.state.bound) else stalled + 1
+            stalled = 0 if evaluation.bound > self.state.bound + 1e-5 * money else stalled + 1
             if evaluation.bound > self.state.bound:
                 best = duals
             self.raise_bound(evaluation)
@@ -235,8 +233,8 @@ class Search:
                 self.master.drop(self._exceeds_tracked)
             elif round_number == 0:
                 return
-            value, target = self.master.relax()
-            close = value - self.state.bound <= TIGHT_ENOUGH * abs(self.state.bound)
+            value, money, target = self.master.relax()
+            close = value - self.state.bound <= TIGHT_ENOUGH * money
             if self.done() or close or stalled > MAX_STALLED:
                 break
             duals = best.towards(target, 0.4) if grew else target
@@ -306,10 +304,10 @@ class Search:
         self.cut_points = [evaluation, *self.cut_points[:2]]
         bounds = column_bounds(self.core, evaluation)
         order = np.lexsort((np.arange(len(bounds)), bounds))
-        for count in POLISH_COLUMNS:
+        for count, least_alive in POLISH:
             alive = int((bounds <= self._threshold()).sum())
             self.state.note(f"{alive} of {len(bounds)} columns can improve the plan")
-            if self.done() or alive <= max(count, DIRECT_COLUMNS):
+            if self.done() or alive <= least_alive:
                 break
             self._solve_small(order[:count], max_nodes=200, proves=False)
         if not self.done():
