@@ -200,7 +200,8 @@ def _parse_numbers(column: Column, array: pa.Array) -> tuple[pa.Array, list[Cell
         for row in np.flatnonzero(~readable.to_numpy(zero_copy_only=False)).tolist()
     ]
     kept = pc.if_else(readable, trimmed, pa.scalar(None, pa.string()))
-    floats = pa.array(pd.to_numeric(kept.to_pandas(), errors="coerce").to_numpy(dtype=float), mask=_null_mask(kept))
+    # Python's float rounds exactly; pandas' parser is a last bit off for some texts
+    floats = pa.array([None if text is None else float(text) for text in kept.to_pylist()], pa.float64())
     if pa.types.is_floating(column.type):
         return floats, flaws
     whole, found = _whole(column, floats, array)

@@ -27,12 +27,13 @@ from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
 from coral_tasks.settings import Settings
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from coral_tasks.ingestion.batch import Source, SourceBatch
     from coral_tasks.storage.runs import Run, RunStore
     from data_contracts.contract import GateContext, GateLimits
     from data_contracts.gate import GateReport
+
+ArrowTable = Any
+"""A pyarrow.Table; pyarrow itself stays below this package."""
 
 INPUT_TABLES: Final = ("demand", "prices", "availability", "running")
 _REFERENCE_INTERVAL_S: Final = 300.0
@@ -129,7 +130,7 @@ def default_source(settings: Settings, table: str) -> Source:
 
 def demo_source(settings: Settings, table: str) -> Source:
     """The setup's shipped data for ``table``, dated as at the moment it is asked."""
-    makers: dict[str, Callable[[str, datetime], pa.Table]] = {
+    makers: dict[str, Callable[[str, datetime], ArrowTable]] = {
         "demand": _demo_demand,
         "prices": _demo_prices,
         "availability": _demo_availability,
@@ -145,14 +146,14 @@ def demo_source(settings: Settings, table: str) -> Source:
     return fetch
 
 
-def _demo_demand(setup: str, now: datetime) -> pa.Table:
+def _demo_demand(setup: str, now: datetime) -> ArrowTable:
     from coral_tasks.ingestion.demand_day import demand_at, read_demand_day
     from coral_tasks.ingestion.rows import demand_table
 
     return demand_table(demand_at(read_demand_day(setup), now))
 
 
-def _demo_prices(setup: str, now: datetime) -> pa.Table:
+def _demo_prices(setup: str, now: datetime) -> ArrowTable:
     from coral_tasks.catalog import load_catalog
     from coral_tasks.ingestion.rows import price_table
 
@@ -161,14 +162,14 @@ def _demo_prices(setup: str, now: datetime) -> pa.Table:
     return price_table([price.as_node_price(now) for price in prices], "catalogue list prices")
 
 
-def _demo_availability(setup: str, now: datetime) -> pa.Table:
+def _demo_availability(setup: str, now: datetime) -> ArrowTable:
     from coral_tasks.ingestion.demand_day import read_demo_availability
     from coral_tasks.ingestion.rows import availability_table
 
     return availability_table(read_demo_availability(setup, now), "demo assumption")
 
 
-def _demo_running(setup: str, now: datetime) -> pa.Table:
+def _demo_running(setup: str, now: datetime) -> ArrowTable:
     del setup, now
     from data_contracts.registry import contract_of
 
@@ -206,7 +207,7 @@ def gate_inputs(
 
     run = run_store(settings).open(run_id)
     reports: list[GateReport] = []
-    accepted: dict[str, pa.Table] = {}
+    accepted: dict[str, ArrowTable] = {}
     quarantined: dict[str, str] = {}
     for table in tables:
         batch = _kept_batch(run, table)
@@ -227,7 +228,7 @@ def gate_inputs(
     return _summary(reports, quarantined, page)
 
 
-def _pinned_previous(settings: Settings, run: Run, table: str) -> pa.Table | None:
+def _pinned_previous(settings: Settings, run: Run, table: str) -> ArrowTable | None:
     """The batch accepted last when this run was first gated: kept in the run, so that a second gating judges alike."""
     name, marker = f"inputs/{table}/previous.parquet", f"inputs/{table}/previous.json"
     current = settings.home / "current" / "inputs" / f"{table}.parquet"
@@ -301,13 +302,13 @@ def load_limits(settings: Settings) -> GateLimits:
         raise ValidationFailed([Violation(table=str(path), row="", value="", rule=str(error))]) from error
 
 
-def accepted_last(settings: Settings, table: str) -> pa.Table | None:
+def accepted_last(settings: Settings, table: str) -> ArrowTable | None:
     """The batch of ``table`` accepted last, None if there is none. Raises StorageFault if it is corrupt."""
     path = settings.home / "current" / "inputs" / f"{table}.parquet"
     return _read_parquet(path) if path.exists() else None
 
 
-def _read_parquet(path: Path) -> pa.Table:
+def _read_parquet(path: Path) -> ArrowTable:
     from data_contracts.files import read_file
 
     raw = read_file(path)
@@ -317,14 +318,14 @@ def _read_parquet(path: Path) -> pa.Table:
     return raw.table
 
 
-def _reference(settings: Settings, table: str, now: datetime) -> pa.Table | None:
+def _reference(settings: Settings, table: str, now: datetime) -> ArrowTable | None:
     """What to expect when nothing was accepted before: the setup's mean rates, the catalogue's prices."""
     if table == "prices":
         return _demo_prices(settings.setup, now)
     return _reference_demand(settings.setup, now) if table == "demand" else None
 
 
-def _reference_demand(setup: str, now: datetime) -> pa.Table:
+def _reference_demand(setup: str, now: datetime) -> ArrowTable:
     from coral_tasks.catalog import load_catalog
     from coral_tasks.ingestion.rows import demand_table
 
@@ -390,7 +391,7 @@ def _keep_reports(run: Run, reports: Sequence[GateReport]) -> Path:
     return run.put("gate/report.html", render_page(f"Gate, run {run.id}", reports).encode(), replace=True)
 
 
-def _accept(settings: Settings, run: Run, tables: Mapping[str, pa.Table]) -> None:
+def _accept(settings: Settings, run: Run, tables: Mapping[str, ArrowTable]) -> None:
     from coral_tasks.ingestion.batch import parquet_bytes
     from coral_tasks.storage.runs import write_whole
 

@@ -88,6 +88,7 @@ def spelled(value: float, how: str) -> str:
     separator=st.sampled_from([",", ";", "\t"]),
     order=st.permutations(list(range(len(DEMAND.columns)))),
 )
+@example(values=[0.0, 0.0, 1.9999999998835847], how="plus", separator=",", order=list(range(len(DEMAND.columns))))
 def test_another_spelling_of_the_same_values_reads_the_same(
     values: list[float], how: str, separator: str, order: list[int]
 ) -> None:
