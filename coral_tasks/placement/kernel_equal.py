@@ -62,6 +62,20 @@ def bound_level(target: float, levels: NDArray[np.float64]) -> int:
 
 
 @compiled
+def fill_layer_bounds(table: NDArray[np.float64], levels: NDArray[np.float64], bound: NDArray[np.float64]) -> None:
+    """Write max over j of j * min(1, T[c, j, Q/S] / level) to ``bound`` [K, N + 1, C] for every S that divides Q."""
+    count, num_layers, num_quanta = table.shape
+    for stages in range(1, bound.shape[1]):
+        if num_quanta % stages == 0:
+            share = num_quanta // stages - 1
+            for k in range(len(levels)):
+                for c in range(count):
+                    for layer in range(num_layers):
+                        part = (layer + 1) * min(1.0, table[c, layer, share] / levels[k])
+                        bound[k, stages, c] = max(bound[k, stages, c], part)
+
+
+@compiled
 def most_layers(
     part_mask: NDArray[np.uint16], first: int, last: int, num_stages: int, capacity: NDArray[np.int64]
 ) -> tuple[int, int]:

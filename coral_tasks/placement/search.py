@@ -17,7 +17,7 @@ from coral_tasks.domain.names import LatencySplit
 from coral_tasks.placement.combinations import CombinationTree
 from coral_tasks.placement.inherit import inherit_placements
 from coral_tasks.placement.kernel_common import Placements
-from coral_tasks.placement.kernel_equal import solve_equal
+from coral_tasks.placement.kernel_equal import fill_layer_bounds, solve_equal
 from coral_tasks.placement.kernel_free import SHARED_SIZE, Splits, solve_free
 from coral_tasks.placement.kernel_vllm import solve_single_nodes
 from coral_tasks.placement.patterns import pattern_tables
@@ -101,14 +101,8 @@ def layer_bounds(table: NDArray[np.float64], levels: NDArray[np.float64], max_no
 
     A node with throughput T in a stage of j layers that reaches t supplies at most min(1, T/t) of it.
     """
-    count, num_layers, num_quanta = table.shape
-    bound = np.zeros((len(levels), max_nodes + 1, count))
-    layers = np.arange(1, num_layers + 1)
-    for stages in range(1, max_nodes + 1):
-        if num_quanta % stages == 0:
-            curve = table[:, :, num_quanta // stages - 1]
-            share = np.minimum(1.0, curve[None] / levels[:, None, None])
-            bound[:, stages] = (layers * share).max(axis=2)
+    bound = np.zeros((len(levels), max_nodes + 1, len(table)))
+    fill_layer_bounds(table, levels, bound)
     return bound
 
 
