@@ -6,6 +6,8 @@ too, with a status and no time. Imports nothing of ours.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +23,8 @@ from data_contracts.rules import between, derived, known, one_of
 
 PHASES: Final = ("prefill", "decode")
 STATUSES: Final = ("ok", "oom", "failed")
+JSON_SUFFIX: Final = ".json"
+_INT32: Final = 2**31
 
 COLUMNS: Final = (
     Column(name="model", type=pa.string(), meaning="served model"),
@@ -109,16 +113,31 @@ SCHEMA: Final = CONTRACT.schema
 
 
 def write_measurements(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records beside ``path`` and rename. Raises pyarrow's errors for a wrong type, OSError for the file."""
+    """Write records beside ``path`` and rename; JSON if the name ends in ``.json``, else Parquet.
+
+    Raises pyarrow's errors for a wrong type, OSError for the file.
+    """
     table = pa.Table.from_pylist([dict(record) for record in records], schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, temporary, compression="zstd")
+    if path.suffix == JSON_SUFFIX:
+        # one record a line and no blanks: a node agent carries the text in one message of limited size
+        lines = [json.dumps(record, separators=(",", ":"), allow_nan=False) for record in table.to_pylist()]
+        temporary.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    else:
+        pq.write_table(table, temporary, compression="zstd")
     temporary.replace(path)
 
 
 def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """Records of one file. Raises ValueError naming the file if it is not one of this contract."""
+    """Records of one file, JSON or Parquet by its name. Raises ValueError naming the file if it breaks the contract."""
+    if path.suffix == JSON_SUFFIX:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"{path.name}: cannot be read: {error}"
+            raise ValueError(message) from error
+        return parse_measurements(text, path.name)
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -129,3 +148,51 @@ def read_measurements(path: Path) -> list[dict[str, Any]]:
         raise ValueError(message)
     records: list[dict[str, Any]] = table.to_pylist()
     return records
+
+
+def parse_measurements(text: str, name: str) -> list[dict[str, Any]]:
+    """Records in JSON text: a list of objects with exactly the contract's columns.
+
+    Raises ValueError that begins with ``name`` and names every cell that is wrong.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"{name}: not JSON: {error}"
+        raise ValueError(message) from error
+    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
+        message = f"{name}: must be a JSON list of objects"
+        raise ValueError(message)
+    problems = [f"row {number}: {text}" for number, record in enumerate(found, start=1) for text in _problems(record)]
+    if problems:
+        raise ValueError("\n".join([f"{name}: {len(problems)} cells break the contract of measurements", *problems]))
+    return found
+
+
+def _problems(record: Mapping[str, Any]) -> list[str]:
+    known = {column.name for column in COLUMNS}
+    found = [f"unknown column {key}" for key in record if key not in known]
+    found += [f"{column.name} is missing" for column in COLUMNS if column.name not in record]
+    present = [column for column in COLUMNS if column.name in record]
+    return found + [
+        f"{column.name} must be {_type_words(column)}, not {record[column.name]!r}"
+        for column in present
+        if not _fits(column, record[column.name])
+    ]
+
+
+def _type_words(column: Column) -> str:
+    words = {pa.int32(): "a whole number", pa.float64(): "a finite number", pa.string(): "a text"}[column.type]
+    return f"{words} or null" if column.nullable else words
+
+
+def _fits(column: Column, value: object) -> bool:
+    if value is None:
+        return column.nullable
+    if column.type == pa.string():
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if column.type == pa.int32():
+        return isinstance(value, int) and abs(value) < _INT32
+    return math.isfinite(value)

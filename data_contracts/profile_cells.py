@@ -1,6 +1,6 @@
 """Contract of profiles cell by cell: a row per model, phase, SLO, configuration, layer count and latency share.
 
-``profiles`` holds the compact file (a list of shares per row); this is the same table T[c][j][q] for other teams.
+The table T[c][j][q] as other teams read it. Owns its columns and rules; imports nothing of ours.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _print_validation(report: dict[str, Any]) -> None:
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="Parquet file for the rows.")],
+    out: Annotated[Path, typer.Option(help="File for the rows: JSON if it ends in .json, else Parquet.")],
     model: Annotated[str, typer.Option(help="Model of the catalogue.")] = "",
     configuration: Annotated[str, typer.Option(help="Node configuration that this machine is; cpu without GPU.")] = "",
     request: Annotated[Path | None, typer.Option(help="JSON file with model, configuration and options.")] = None,

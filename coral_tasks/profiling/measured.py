@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,12 +61,42 @@ class MeasuredRow:
         checks.require(timed == (self.status == "ok"), "only ok rows carry a time, and every one does", self.median_s)
         if self.median_s is not None:
             checks.positive(median_s=self.median_s)
+        if self.spread_s is not None:
+            checks.not_negative(spread_s=self.spread_s)
+        checks.not_negative(num_repeats=self.num_repeats)
+        checks.require(_has_zone(self.measured_at), "measured_at must be an ISO time with a zone", self.measured_at)
         checks.raise_if_any()
+
+    @property
+    def moment(self) -> datetime:
+        """When the run was."""
+        return datetime.fromisoformat(self.measured_at)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """From a record of the measurement contract."""
         return cls(**{**record, "phase": Phase(record["phase"])})
+
+
+def _has_zone(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def newest_runs(rows: Iterable[MeasuredRow]) -> tuple[MeasuredRow, ...]:
+    """Of each model and configuration the rows of the latest run that timed anything, in the order given.
+
+    Runs are told apart by ``measured_at``, which all rows of a run share: two runs are never fitted together.
+    """
+    found = tuple(rows)
+    newest: dict[tuple[str, str], datetime] = {}
+    for row in found:
+        if row.status == "ok":
+            key, moment = (row.model, row.configuration), row.moment
+            newest[key] = max(moment, newest.get(key, moment))
+    return tuple(row for row in found if newest.get((row.model, row.configuration)) == row.moment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

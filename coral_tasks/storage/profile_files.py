@@ -1,4 +1,4 @@
-"""Profile tables as Parquet bytes and back, in the columns of ``data_contracts.profiles``.
+"""Profile tables as Parquet bytes and back: the columns of ``data_contracts.profile_cells`` and ``extrapolated``.
 
 Owns the mapping of a table's cells to rows (sorted by configuration as in the table, layers, quanta); bitwise exact
 both ways, same table → same bytes. What the table has in common lies in the schema metadata.

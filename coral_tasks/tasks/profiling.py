@@ -34,16 +34,38 @@ def build_profiles(setup_name: str, home: Path, *, measured: Sequence[Path] = ()
     from coral_tasks.catalog import load_catalog
     from coral_tasks.profiling import build_profiles as build
     from coral_tasks.profiling import default_sources
-    from coral_tasks.profiling.measured import MeasuredSource
+    from coral_tasks.profiling.measured import MeasuredSource, newest_runs
 
-    rows = [row for path in measured for row in read_measured(path)]
-    sources = (*([MeasuredSource.of(rows)] if rows else []), *default_sources())
+    rows = [row for path in measured for row in read_known(path)]
+    sources = (*([MeasuredSource.of(newest_runs(rows))] if rows else []), *default_sources())
     report = build(load_catalog().setup(setup_name), sources=sources)
     return write_profiles(report, setup_name, home)
 
 
+def read_known(path: Path) -> tuple[MeasuredRow, ...]:
+    """Rows of a file, all of models and configurations of the catalogue.
+
+    Raises ValidationFailed listing the known names for every other name, StorageFault.
+    """
+    from coral_tasks.catalog import load_catalog
+
+    rows, catalog = read_measured(path), load_catalog()
+    violations = [
+        Violation(table=path.name, row="", value=repr(name), rule=f"unknown {kind}; known: {', '.join(sorted(known))}")
+        for kind, known, names in (
+            ("model", catalog.models, {str(row.model) for row in rows}),
+            ("node configuration", catalog.configurations, {str(row.configuration) for row in rows}),
+        )
+        for name in sorted(names)
+        if name not in known
+    ]
+    if violations:
+        raise ValidationFailed(violations)
+    return rows
+
+
 def read_measured(path: Path) -> tuple[MeasuredRow, ...]:
-    """Rows of a file that ``run_measurement`` wrote. Raises ValidationFailed, StorageFault."""
+    """Rows of a file that ``run_measurement`` wrote, Parquet or JSON. Raises ValidationFailed, StorageFault."""
     from coral_tasks.profiling.measured import rows_from_records
     from data_contracts.measurements import read_measurements
 
@@ -234,7 +256,9 @@ def _request_violation(table: str, key: str, item: object) -> Violation | None:
 def run_measurement(
     model: str, configuration: str, *, interpreter: Path, out: Path, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Profile this machine with real vLLM and write the rows to ``out`` (Parquet); what was measured, in short.
+    """Profile this machine with real vLLM and write the rows to ``out``; what was measured, in short.
+
+    ``out``: JSON records if it ends in ``.json`` (what a node agent reads), else Parquet.
 
     ``options``: see ``profiling.runner.RunPlan``. Raises UnknownName, ValidationFailed, EngineFault, StorageFault.
     """

@@ -20,11 +20,11 @@ from coral_tasks.domain.names import ModelId, NodeConfigurationId, Phase
 from coral_tasks.domain.profiles import ProfileSource
 from coral_tasks.profiling import build_profile_tables
 from coral_tasks.profiling.costs import Work
-from coral_tasks.profiling.measured import MeasuredRow, MeasuredSource, fit_measurements, rows_from_records
+from coral_tasks.profiling.measured import MeasuredRow, MeasuredSource, fit_measurements, newest_runs, rows_from_records
 from coral_tasks.profiling.memory import Parallelism
 from coral_tasks.profiling.model_files import model_config
 from coral_tasks.profiling.runner import as_records, plan_run, run_plan
-from coral_tasks.tasks.profiling import read_measured, read_request
+from coral_tasks.tasks.profiling import build_profiles, read_measured, read_request
 from data_contracts.measurements import read_measurements, write_measurements
 
 CATALOG = load_catalog()
@@ -162,6 +162,65 @@ def test_a_file_that_is_no_measurement_is_a_storage_fault(tmp_path: Path, conten
     path.write_bytes(content)
     with pytest.raises(StorageFault, match=r"rows\.parquet"):
         read_measured(path)
+
+
+def test_json_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
+    """A node agent reads JSON records, everything else Parquet: both give back the same rows, floats to the bit."""
+    rows = (row(2, 0.1 + 0.2), row(4, 1 / 3), row(2, None, sequences=8))
+    for name in ("rows.json", "rows.parquet"):
+        write_measurements(tmp_path / name, as_records(rows))
+        assert read_measured(tmp_path / name) == rows
+    assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))[2]["median_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 2.5}, "row 1: num_layers must be a whole number, not 2.5"),
+        ({"num_layers": True}, "num_layers must be a whole number, not True"),
+        ({"num_layers": 2**40}, "num_layers must be a whole number"),
+        ({"median_s": float("nan")}, "median_s must be a finite number or null, not nan"),
+        ({"median_s": "fast"}, "median_s must be a finite number or null, not 'fast'"),
+        ({"model": None}, "model must be a text, not None"),
+        ({"speed": 3}, "unknown column speed"),
+    ],
+)
+def test_a_json_cell_of_the_wrong_type_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    """JSON knows no column types, so each cell is held against the contract and named if it is wrong."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([as_records([row(2, 1e-3)])[0] | change]), encoding="utf-8")
+    with pytest.raises(StorageFault, match=message):
+        read_measured(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[" * 100_000, '[{"model": "tiny"}]', "PAR1", "\ud800"])
+def test_json_that_holds_no_measurements_is_a_storage_fault(tmp_path: Path, text: str) -> None:
+    """Whatever stands in the file, the message names it and no other exception comes out."""
+    path = tmp_path / "rows.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(StorageFault, match=r"rows\.json"):
+        read_measured(path)
+
+
+def test_names_outside_the_catalogue_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    """A profile build does not pass over rows of a model or configuration that nobody knows."""
+    path = tmp_path / "rows.parquet"
+    strange = replace(row(2, 1e-3), model=ModelId("tinny"), configuration=NodeConfigurationId("L4x3"))
+    write_measurements(path, as_records([row(2, 1e-3), strange]))
+    with pytest.raises(ValidationFailed, match=r"unknown model; known: .*tiny") as failed:
+        build_profiles("cpu", tmp_path, measured=[path])
+    assert "unknown node configuration; known: " in str(failed.value)
+
+
+def test_two_runs_are_never_fitted_together() -> None:
+    """The latest run that timed anything counts; a later one that only failed does not hide it."""
+    later, last = "2026-02-01T00:00:00+00:00", "2026-03-01T00:00:00+01:00"
+    old = [row(2, 2e-3), row(4, 4e-3)]
+    new = [replace(one, measured_at=later, median_s=2 * one.median_s) for one in old if one.median_s]
+    lost = replace(row(2, None), measured_at=last)
+    assert newest_runs([*old, lost, *new]) == tuple(new)
+    (fit,) = fit_measurements(newest_runs([*new, *old]))
+    assert fit.layer_s == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(
