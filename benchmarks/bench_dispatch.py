@@ -28,6 +28,7 @@ from fleet_builders import plan, template
 
 from coral_tasks.agent.config import agent_config
 from coral_tasks.agent.server import AgentServer
+from coral_tasks.agent.supervisor import Supervisor
 from coral_tasks.agent.transport import AgentSocket, ZapHandler
 from coral_tasks.dispatch.dispatcher import DispatchOptions, dispatch_plan
 from coral_tasks.protocol.controller_machine import ControllerPolicy
@@ -45,6 +46,14 @@ class PaperAgent(AgentServer):
     def _spawn(self, slot) -> None:
         """No engine process: ``slot`` is all there is."""
         del slot
+
+
+class PaperSupervisor(Supervisor):
+    """Looks for no earlier engines: 500 scans of the process table in one process would be measured."""
+
+    def adopt(self) -> frozenset[str]:
+        """There are none."""
+        return frozenset()
 
 
 class LossySocket:
@@ -87,6 +96,8 @@ async def host(root: Path, first: int, last: int, nodes: int, loss: float) -> No
             fields = {"name": name, "bind": f"ipc://{root}/{number}.sock", "state": str(root / name), "nodes": own}
             config = agent_config({**fields, "keys": str(root / "keys"), "tick_s": 1.0}, source=name)
             server = PaperAgent.open(config, context, zap)
+            limits, grace_s = config.limits, config.kill_grace_s
+            server.supervisor = PaperSupervisor(folder=config.state, limits=limits, kill_grace_s=grace_s)
             server.socket = LossySocket(server.socket, loss, number)
             group.create_task(server.run())
         (root / f"ready-{first}").touch()
