@@ -40,6 +40,10 @@ from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, wh
 COARSE_GRID: Final = 1000
 FINE_GRID: Final = 4000
 MAX_ROUNDS: Final = 60
+POOR_GAP: Final = 0.05
+FIRST_COLUMNS: Final = 120
+FIRST_NODES: Final = 10
+"""A first plan this far from the bound is improved at once by a small program over the best columns."""
 MAX_TIGHT_ROUNDS: Final = 40
 TIGHT_ENOUGH: Final = 2e-4
 MAX_STALLED: Final = 5
@@ -214,6 +218,8 @@ class Search:
         if not self.done():
             self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=50))
             self.state.note("best combination of plans")
+        if not self.done() and self.current_gap() > POOR_GAP:
+            self._solve_small(self.ranked_columns()[:FIRST_COLUMNS], max_nodes=FIRST_NODES, proves=False)
         if not self.done():
             self.tighten(up, down)
 
