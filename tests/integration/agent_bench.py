@@ -156,9 +156,19 @@ class Bench:
             if process.poll() is None:
                 process.kill()
                 process.wait(10)
-        for pid in self.engines():
+        for pid in {*self.engines(), *self._sessions()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _sessions(self) -> set[int]:
+        """Everything in the sessions of engines, also what overwrote its environment as vLLM's workers do."""
+        leaders = {json.loads(file.read_bytes())["pid"] for file in self.root.glob("*/engines/*.pid")}
+        found = set()
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) in leaders:
+                    found.add(pid)
+        return found
 
 
 @contextlib.contextmanager
