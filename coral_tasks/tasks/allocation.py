@@ -180,7 +180,7 @@ def _request(settings: Settings, run: Run) -> planning.PlanRequest:
     return planning.PlanRequest(
         library=pinned["library"],
         library_version=pinned["library_version"],
-        demand=str(run.path("inputs/demand/accepted.parquet")),
+        demand=str(inputs.planning_demand(settings, run.id, _as_of(run))),
         prices=str(run.path("inputs/prices/accepted.parquet")),
         availability=str(availability),
         running=str(run.path("inputs/running/accepted.parquet")),

@@ -79,20 +79,29 @@ def ensure_agents(settings: Settings) -> int:
 
 
 def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummary:
-    """Run both DAGs to their end. ``as_of``: default noon (UTC) today, so that a second run has the same inputs.
+    """Run both DAGs to their end.
 
-    Raises CoralFault if a DAG run did not succeed; its messages are on the screen then.
+    ``as_of``: default noon (UTC) today, or the moment of the plan in force if that is later, so that a second run has
+    the same inputs: the gate refuses batches older than those it accepted last. Raises CoralFault, or RunRefused for
+    an expected "no", if a DAG run did not succeed.
     """
     require_writable(settings.home)
     local_airflow.migrate_database(settings.home)
     ensure_agents(settings)
-    noon = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
-    moment = noon if as_of is None else as_of.replace(tzinfo=UTC)
+    moment = _default_moment(settings) if as_of is None else as_of.replace(tzinfo=UTC)
     conf = {"reason": "demo", "as_of": moment.isoformat()}
     wanted = [("coral_template_library", "{}"), ("coral_allocation", json.dumps(conf))]
     done = local_airflow.run_dags(settings.home, wanted)
     _require_success(settings, done[-1])
     return _summary(settings, done[-1].run)
+
+
+def _default_moment(settings: Settings) -> datetime:
+    noon = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
+    current = settings.home / "current" / "run.json"
+    if not current.is_file():
+        return noon
+    return max(noon, datetime.fromisoformat(json.loads(current.read_bytes())["as_of"]))
 
 
 def _require_success(settings: Settings, outcome: DagOutcome) -> None:

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from coral_tasks.ingestion.price_watch import WatchResult, WatchSettings
 
 
+def moved_prices() -> list[str]:
+    """One check with the settings of the environment; a sentence for each used pool that fired, largest move first."""
+    from coral_tasks.tasks.inputs import utc_now
+
+    result = check_prices(Settings(), utc_now())
+    return [f"{one.pool}: {one.before_usd_per_hour:g} to {one.now_usd_per_hour:g} USD/h" for one in result.moves]
+
+
 def check_prices(settings: Settings, now: datetime, limits: WatchSettings | None = None) -> WatchResult:
     """Fetch, gate and compare. Raises SourceFault, ValidationFailed (prices the gate refuses) or StorageFault."""
     from coral_tasks.ingestion.rows import price_rows

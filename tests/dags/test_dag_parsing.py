@@ -18,6 +18,7 @@ pytestmark = [
 
 TASKS = {
     "coral_template_library": {"plan_profiling", "profile", "plan_templates", "build_templates", "publish"},
+    "coral_price_watch": {"check_prices"},
     "coral_allocation": {
         "open_run",
         "ingest",
@@ -91,7 +92,7 @@ import sys
 sys.path[:0] = [{str(PROJECT / "plugins")!r}, {str(PROJECT / "dags")!r}]
 import airflow.sdk
 before = set(sys.modules)
-import coral_template_library, coral_allocation
+import coral_template_library, coral_allocation, coral_price_watch
 print(sorted(set({heavy!r}) & (set(sys.modules) - before)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
