@@ -41,7 +41,7 @@ def build(
     library: LibraryOption = "",
     max_nodes: Annotated[int, typer.Option(help="N_max: most nodes of an instance.")] = 6,
     rho: Annotated[float, typer.Option(help="Most GPU memory over checkpoint size; 'inf' for no limit.")] = 12.0,
-    latency_split: Annotated[str, typer.Option(help="equal or free.")] = "free",
+    latency_split: Annotated[str, typer.Option(help="by-phase, equal or free.")] = "by-phase",
     reduction: Annotated[str, typer.Option(help="pairs, chain or none.")] = "pairs",
     processes: Annotated[int, typer.Option(help="Processes to work with.")] = 1,
     keep_versions: Annotated[int, typer.Option(help="Publications to keep.")] = 10,
@@ -74,13 +74,13 @@ def build(
 
 
 def _options(*, max_nodes: int, rho: float, latency_split: str, reduction: str) -> Any:
+    from coral_tasks.domain.names import Phase
     from coral_tasks.tasks import library as tasks
 
     ratio = None if rho == float("inf") else rho
+    changes = {"max_nodes": max_nodes, "memory_ratio": ratio, "reduction": reduction}
     try:
-        return tasks.default_options(
-            max_nodes=max_nodes, memory_ratio=ratio, latency_split=latency_split, reduction=reduction
-        )
+        return {phase: tasks.options_for(phase, latency_split, **changes) for phase in Phase}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

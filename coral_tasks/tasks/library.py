@@ -6,10 +6,12 @@ Joins profiling, templates and storage; holds no planning logic.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+
+from coral_tasks.domain.names import Phase
 
 if TYPE_CHECKING:
     from coral_tasks.domain.profiles import ProfileTable
@@ -60,18 +62,33 @@ def default_options(**changes: Any) -> BuildOptions:
     return BuildOptions(**{name: known.get(name, lambda one: one)(value) for name, value in changes.items()})
 
 
+BY_PHASE = "by-phase"
+"""Latency split: free shares in prefill, equal ones in decode and aggregated instances.
+
+A decode batch stays whole through the stages, so they run at one pace, and a free split promises rates that a pipeline
+does not keep (docs/simulation.md); prefill keeps them.
+"""
+
+
+def options_for(phase: Phase, latency_split: str = BY_PHASE, **changes: Any) -> BuildOptions:
+    """Build options of one phase. ``latency_split``: BY_PHASE, equal or free. Raises ValueError for another word."""
+    if latency_split == BY_PHASE:
+        latency_split = "free" if phase.value == "prefill" else "equal"
+    return default_options(latency_split=latency_split, **changes)
+
+
 def build_parts(
     address: str,
     tables: Sequence[ProfileTable],
-    options: BuildOptions,
+    options: BuildOptions | Mapping[Phase, BuildOptions],
     *,
     processes: int = 1,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> tuple[list[str], int]:
     """Build every set that the library does not have yet; (key of each table in order, how many were there already).
 
-    May run on several workers at once and again after an interruption: finished chunks and sets are kept in the
-    library's store.
+    ``options``: one for all tables, or one for each phase. May run on several workers at once and again after an
+    interruption: finished chunks and sets are kept in the library's store.
     """
     from coral_tasks.storage.chunks import StoredChunks
     from coral_tasks.storage.library import find_part, write_part
@@ -79,21 +96,24 @@ def build_parts(
     from coral_tasks.templates import build_template_sets, set_key
 
     store = open_store(address)
-    keys = [set_key(table, options) for table in tables]
-    missing = [table for key, table in zip(keys, tables, strict=True) if find_part(store, key) is None]
+    chosen = [options[table.phase] if isinstance(options, Mapping) else options for table in tables]
+    keys = [set_key(table, one) for table, one in zip(tables, chosen, strict=True)]
+    missing = [number for number, key in enumerate(keys) if find_part(store, key) is None]
     keeper = StoredChunks(store)
-    for key, result in build_template_sets(
-        missing, options, processes=processes, keeper=keeper, on_progress=on_progress
-    ):
-        write_part(store, key, result.templates, dataclasses.asdict(result.counts))
-        keeper.forget(key)
+    for one in dict.fromkeys(chosen[number] for number in missing):
+        wanted = [tables[number] for number in missing if chosen[number] == one]
+        for key, result in build_template_sets(
+            wanted, one, processes=processes, keeper=keeper, on_progress=on_progress
+        ):
+            write_part(store, key, result.templates, dataclasses.asdict(result.counts))
+            keeper.forget(key)
     return keys, len(tables) - len(missing)
 
 
 def publish_parts(
     address: str,
     keys: Sequence[str],
-    options: BuildOptions,
+    options: BuildOptions | Mapping[Phase, BuildOptions],
     publication: Publication,
     now: datetime | None = None,
 ) -> Manifest:
@@ -129,7 +149,7 @@ def publish_parts(
 def build_library(
     address: str,
     tables: Sequence[ProfileTable],
-    options: BuildOptions,
+    options: BuildOptions | Mapping[Phase, BuildOptions],
     *,
     processes: int = 1,
     publication: Publication,
@@ -156,7 +176,21 @@ def build_library(
     )
 
 
-def _parameters(options: BuildOptions) -> dict[str, str]:
+def _parameters(options: BuildOptions | Mapping[Phase, BuildOptions]) -> dict[str, str]:
+    """What the manifest says of the options; where phases differ, each with its phase."""
+    if not isinstance(options, Mapping):
+        return _parameters_of(options)
+    by_phase = {phase.value: _parameters_of(one) for phase, one in sorted(options.items())}
+    names = next(iter(by_phase.values()))
+    return {name: _joined({phase: found[name] for phase, found in by_phase.items()}) for name in names}
+
+
+def _joined(values: Mapping[str, str]) -> str:
+    same = len(set(values.values())) == 1
+    return next(iter(values.values())) if same else ", ".join(f"{text} ({phase})" for phase, text in values.items())
+
+
+def _parameters_of(options: BuildOptions) -> dict[str, str]:
     ratio = options.memory_ratio
     return {
         "max_nodes": str(options.max_nodes),
