@@ -24,6 +24,7 @@ border-bottom:1px solid var(--line);white-space:nowrap}td.n,th.n{text-align:righ
 border-radius:.3rem;padding:.15rem .5rem;font-size:.8rem;overflow:hidden}
 .warn{border-left:4px solid var(--accent);padding:.4rem .8rem;background:var(--card);margin:1rem 0}
 """
+_SCRIPT = '<script src="plotly.min.js"></script>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +92,23 @@ def stacked_bars(name: str, series: dict[str, dict[str, float]], unit: str) -> s
     return f'<div id="{identifier}"></div><script>{{const f={data};{call}}}</script>'
 
 
-def page(title: str, body: str) -> str:
-    """A whole HTML document. ``body`` is HTML already; ``title`` is escaped."""
+def page(title: str, body: str, *, charts: bool = True) -> str:
+    """A whole HTML document. ``body`` is HTML already; ``title`` is escaped. ``charts``: whether it needs plotly."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<title>{escape(title)}</title><style>{_STYLE}</style><script src="plotly.min.js"></script></head>'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>{_SCRIPT if charts else ''}</head>"
         f"<body>{body}</body></html>"
     )
 
 
 def write_page(path: Path, document: str) -> None:
-    """Write the page and, once for each folder, plotly's script beside it."""
+    """Write the page and, if it has charts, once for each folder, plotly's script beside it."""
     from plotly.offline import get_plotlyjs
 
     path.parent.mkdir(parents=True, exist_ok=True)
     script = path.parent / "plotly.min.js"
-    if not script.is_file():
+    if _SCRIPT in document and not script.is_file():
         _replace(script, get_plotlyjs())
     _replace(path, document)
 
