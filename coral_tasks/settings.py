@@ -27,6 +27,12 @@ class Settings(BaseSettings):
         min_length=1,
         description="Runtimes that templates may need; hybrid ones need more than stock vLLM can do.",
     )
+    measurement_max_age_s: float = Field(
+        default=30 * 86400.0, gt=0, description="Age at which the nightly run measures a node configuration again."
+    )
+    measurement_timeout_s: float = Field(
+        default=1200.0, gt=0, le=6000, description="Limit of measuring one model on one node."
+    )
     first_agent_port: int = Field(
         default=23000, ge=1024, le=60000, description="First of the ports of the demo's local node agents."
     )

@@ -1,4 +1,4 @@
-"""Nightly: profiles of every node configuration → serving templates → one published library version.
+"""Nightly: measurements → profiles of every node configuration → serving templates → one published library version.
 
 Wiring only; the work is in ``coral_tasks.tasks.nightly``. Paths and ids travel between tasks, never tables.
 """
@@ -36,7 +36,22 @@ def coral_template_library() -> None:
 
         return nightly.plan_profiling(run_id, dict(params))
 
-    @task(map_index_template="{{ item['model'] }}")
+    @task
+    def plan_measurements(params: Any = None, run_id: Any = None) -> list[dict[str, Any]]:
+        """Which node configurations to measure with real vLLM on which idle node. None is the normal case."""
+        from coral_tasks.tasks import nightly
+
+        return nightly.plan_measurements(run_id, dict(params))
+
+    @task(map_index_template="{{ item['configuration'] }}", execution_timeout=timedelta(hours=2))
+    def measure(item: dict[str, Any]) -> list[str]:
+        """Measure one node configuration through its agent. Skipped if nothing is due."""
+        from coral_tasks.tasks import nightly
+
+        return nightly.measure(item)
+
+    # none_failed: a night without measurements skips `measure`, and the library must still be built.
+    @task(map_index_template="{{ item['model'] }}", trigger_rule="none_failed")
     def profile(item: dict[str, str]) -> list[dict[str, str]]:
         """Write the profile tables of one model, every node configuration from its best source."""
         from coral_tasks.tasks import nightly
@@ -66,7 +81,9 @@ def coral_template_library() -> None:
         outlet_events[LIBRARY].extra = {"version": result["version"], "changed": result["changed"]}
         return result
 
-    publish(build_templates.expand(item=plan_templates(profile.expand(item=plan_profiling()))))
+    profiled = profile.expand(item=plan_profiling())
+    measure.expand(item=plan_measurements()) >> profiled
+    publish(build_templates.expand(item=plan_templates(profiled)))
 
 
 coral_template_library()

@@ -27,7 +27,9 @@ def _print_json(value: Any) -> None:
 @app.command()
 def build(
     setup: Annotated[str, typer.Option(help="Setup of the catalogue.")] = "",
-    measured: Annotated[list[Path] | None, typer.Option(help="Files of `coral profile run`, used first.")] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="Files of `coral profile run`, beside those in HOME/measurements.")
+    ] = None,
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -155,12 +157,59 @@ def run(
     if request is not None:
         model, configuration, options = tasks.read_request(request)
     result = tasks.run_measurement(model, configuration, interpreter=interpreter, out=out, options=options)
+    _print_rows(result, as_json=as_json)
+
+
+@app.command()
+def measure(
+    node: Annotated[str, typer.Option(help="Idle node whose agent has a profile_command.")],
+    model: Annotated[str, typer.Option(help="Model of the catalogue.")] = "",
+    request: Annotated[Path | None, typer.Option(help="JSON file with model, configuration and options.")] = None,
+    layers: Annotated[str, typer.Option(help="Layer counts, two or more.")] = "2,4",
+    sequences: Annotated[str, typer.Option(help="Batch sizes.")] = "1,2,4,8",
+    tokens: Annotated[str, typer.Option(help="Prompt lengths and contexts.")] = "128,512",
+    repeats: Annotated[int, typer.Option(help="Timed repeats of each point.")] = 5,
+    timeout_s: Annotated[float, typer.Option(help="Limit of the whole job; the agent ends it then.")] = 3600.0,
+    job: Annotated[
+        str, typer.Option(help="Id of a job begun before: its result is fetched, nothing starts twice.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="File for the rows; default: in HOME/measurements.")] = None,
+    agents: Annotated[Path | None, typer.Option(help="TOML file of agents; default HOME/agents.toml.")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Folder of key files; default HOME/keys.")] = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Profile one idle node through its agent with real vLLM; later builds use the rows first."""
+    from coral_tasks.tasks import measuring
+    from coral_tasks.tasks.profiling import read_request, summary_of_rows
+
+    if (request is None) == (not model):
+        raise typer.BadParameter("needs either --model or --request")
+    fleet = measuring.Fleet.of(_home(home), agents=agents, keys=keys)
+    options: dict[str, Any] = {
+        "layer_counts": _numbers("layers", layers),
+        "sequences": _numbers("sequences", sequences),
+        "tokens": _numbers("tokens", tokens),
+        "repeats": repeats,
+    }
+    configuration = measuring.configuration_of(node, fleet)
+    if request is not None:
+        model, named, options = read_request(request)
+        measuring.require_same(node, configuration, named)
+    job = job or measuring.new_job_id(model, configuration)
+    typer.echo(f"job {job} on node {node}; to come back to it: --job '{job}'", err=True)
+    rows = measuring.measure_now(node, model, configuration, options, fleet=fleet, job_id=job, timeout_s=timeout_s)
+    path = out or measuring.measurement_file(_home(home), configuration, model)
+    measuring.write_rows(path, rows)
+    _print_rows(summary_of_rows(rows, path), as_json=as_json)
+
+
+def _print_rows(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         _print_json(result)
         return
-    typer.echo(
-        f"{result['points']} points: {result['ok']} ok, {result['oom']} out of memory, {result['failed']} failed"
-    )
+    counts = f"{result['ok']} ok, {result['oom']} out of memory, {result['failed']} failed"
+    typer.echo(f"{result['points']} points: {counts}; in {result['out']}")
     for fit in result["fits"]:
         typer.echo(
             f"{fit['phase']} {fit['sequences']} x {fit['tokens']}: {fit['constant_s'] * 1e3:.2f} ms + "

@@ -85,18 +85,24 @@ def _has_zone(text: str) -> bool:
         return False
 
 
-def newest_runs(rows: Iterable[MeasuredRow]) -> tuple[MeasuredRow, ...]:
+def newest_runs(runs: Iterable[Sequence[MeasuredRow]]) -> tuple[MeasuredRow, ...]:
     """Of each model and configuration the rows of the latest run that timed anything, in the order given.
 
-    Runs are told apart by ``measured_at``, which all rows of a run share: two runs are never fitted together.
+    ``runs``: rows of one file each. Two runs are never fitted together: driver, engine or machine may have changed.
     """
-    found = tuple(rows)
-    newest: dict[tuple[str, str], datetime] = {}
-    for row in found:
-        if row.status == "ok":
-            key, moment = (row.model, row.configuration), row.moment
-            newest[key] = max(moment, newest.get(key, moment))
-    return tuple(row for row in found if newest.get((row.model, row.configuration)) == row.moment)
+    found = tuple(runs)
+    newest: dict[tuple[str, str], tuple[datetime, int]] = {}
+    for number, rows in enumerate(found):
+        for row in rows:
+            if row.status == "ok":
+                key = (row.model, row.configuration)
+                newest[key] = max(newest.get(key, (row.moment, number)), (row.moment, number))
+    return tuple(
+        row
+        for number, rows in enumerate(found)
+        for row in rows
+        if newest.get((row.model, row.configuration), (None, -1))[1] == number
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ CODE_VERSION = "1"
 """Raise it when what a row means changes."""
 
 KILL_WAIT_S = 10.0
+DECODE_STEPS = 16
 OUT_OF_MEMORY = ("out of memory", "no available memory", "kv cache", "cannot allocate")
 
 
@@ -53,7 +54,7 @@ class RunPlan:
     tokens: tuple[int, ...] = (128, 512)
     warmup: int = 2
     repeats: int = 5
-    decode_steps: int = 16
+    decode_steps: int = DECODE_STEPS
     gpu_memory_fraction: float = 0.9
     timeout_s: float = 1800.0
     eager: bool = False

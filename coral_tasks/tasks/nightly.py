@@ -1,4 +1,4 @@
-"""The nightly DAG's work, one function for each task: profiles, templates, publication.
+"""The nightly DAG's work, one function for each task: measurements, profiles, templates, publication.
 
 Paths and ids in, paths and ids out; every function may run twice. Files of a run lie in ``runs/<run id>/``.
 """
@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coral_tasks.domain.errors import Unavailable
+from coral_tasks.domain.names import Phase
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import library
 from coral_tasks.tasks.inputs import run_store
 
 if TYPE_CHECKING:
     from coral_tasks.domain.profiles import ProfileTable
+
+_MEASURE_S = 6000.0
+"""Time for the jobs of one measuring task, below its limit of two hours."""
 
 
 def plan_profiling(run_id: str, params: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -31,19 +35,81 @@ def plan_profiling(run_id: str, params: Mapping[str, Any]) -> list[dict[str, str
     return [{"run": run_id, "setup": name, "model": str(one.model.id)} for one in setup.models]
 
 
+def plan_measurements(run_id: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One item for each node configuration that is due and has an idle node with real vLLM; often none.
+
+    Due: a model of the setup was not measured on it within ``measurement_max_age_s``. An item holds as many models as
+    there is time for in one task; the rest is due again the next night.
+    """
+    from dataclasses import asdict
+    from datetime import UTC, datetime, timedelta
+
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.tasks import dispatching, measuring, profiling
+
+    settings = Settings()
+    setup = load_catalog().setup(params.get("setup") or settings.setup)
+    fleet = measuring.Fleet.of(settings.home)
+    if not fleet.agents.exists():
+        return []
+    rows = [row for run in profiling.read_measurements_of(settings.home) for row in run]
+    oldest = datetime.now(UTC) - timedelta(seconds=settings.measurement_max_age_s)
+    due = measuring.due_models(setup, rows, oldest=oldest)
+    seen = dispatching.observe(fleet.agents, fleet.keys)
+    most = max(1, int(_MEASURE_S // settings.measurement_timeout_s))
+    return [
+        {"run": run_id, "setup": setup.name, **asdict(one), "models": list(one.models[:most])}
+        for one in measuring.plan_assignments(setup, seen, due)
+    ]
+
+
+def measure(item: Mapping[str, Any]) -> list[str]:
+    """Measure an item's models on its node; paths of the files written.
+
+    What a busy node or a failed job leaves unmeasured is logged and kept in the run with its reason; the tables then
+    rest on the next source and say so. Raises StorageFault.
+    """
+    from dataclasses import asdict
+
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.tasks import measuring
+
+    settings = Settings()
+    assignment = measuring.Assignment(
+        configuration=item["configuration"], node=item["node"], models=tuple(item["models"])
+    )
+    result = measuring.measure_assignment(
+        assignment,
+        load_catalog().setup(item["setup"]),
+        home=settings.home,
+        fleet=measuring.Fleet.of(settings.home),
+        run_id=item["run"],
+        timeout_s=settings.measurement_timeout_s,
+    )
+    run = run_store(settings).open(item["run"])
+    run.put_json(f"measurements/{assignment.configuration}.json", {**item, **asdict(result)}, replace=True)
+    return result.files
+
+
 def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
-    """Write the profile tables of one model; for each phase the item with phase and path."""
+    """Write the profile tables of one model; for each phase the item with phase and path.
+
+    Files in ``home/measurements`` are the best source for what they cover. Raises StorageFault if one is corrupt.
+    """
     from dataclasses import replace
 
     from coral_tasks.catalog import load_catalog
     from coral_tasks.profiling import build_profile_tables
     from coral_tasks.storage.profile_files import profile_to_parquet
+    from coral_tasks.tasks import profiling
 
+    settings = Settings()
     setup = load_catalog().setup(item["setup"])
     wanted = tuple(one for one in setup.models if one.model.id == item["model"])
-    run = run_store(Settings()).open(item["run"])
+    run = run_store(settings).open(item["run"])
+    sources = profiling.measured_first(profiling.read_measurements_of(settings.home))
     written = []
-    for table in build_profile_tables(replace(setup, models=wanted)):
+    for table in build_profile_tables(replace(setup, models=wanted), sources=sources):
         name = f"profiles/{table.model}-{table.phase.value}.parquet"
         path = run.put(name, profile_to_parquet(table), replace=True)
         written.append({**item, "phase": table.phase.value, "profile": str(path)})
@@ -62,7 +128,7 @@ def build_templates(item: Mapping[str, str]) -> dict[str, str]:
     """Build the template set of one profile table, unless the library has it; the item with its key."""
     settings = Settings()
     table = read_profile(Path(item["profile"]))
-    keys, num_reused = library.build_parts(library_address(settings), [table], library.default_options())
+    keys, num_reused = library.build_parts(library_address(settings), [table], library.options_for(table.phase))
     return {**item, "key": keys[0], "reused": str(bool(num_reused))}
 
 
@@ -78,7 +144,7 @@ def publish(parts: Sequence[Mapping[str, str]], *, force: bool = False) -> dict[
     before = current_manifest(store)
     publication = library.Publication(force=force)
     keys = [part["key"] for part in parts]
-    manifest = library.publish_parts(address, keys, library.default_options(), publication)
+    manifest = library.publish_parts(address, keys, {phase: library.options_for(phase) for phase in Phase}, publication)
     remove_old(store, keep_versions=publication.keep_versions, now=datetime.now(UTC), grace=timedelta(days=1))
     return {
         "version": manifest.version,

@@ -17,9 +17,11 @@ from coral_tasks.domain.profiles import ProfileTable
 
 if TYPE_CHECKING:
     from coral_tasks.profiling import BuildReport
+    from coral_tasks.profiling.costs import CostSource
     from coral_tasks.profiling.measured import MeasuredRow
 
 FOLDER = "profiles"
+MEASUREMENTS = "measurements"
 MANIFEST = "manifest.json"
 CURRENT = "current.json"
 
@@ -27,19 +29,29 @@ CURRENT = "current.json"
 def build_profiles(setup_name: str, home: Path, *, measured: Sequence[Path] = ()) -> Path:
     """Build all tables of a setup and write them into ``home/profiles/<version>``; the folder.
 
-    ``measured``: files of the measured runner, best source for what they cover. The version is a hash over the tables'
-    own versions, so the same inputs give the same folder, which is then left as it is. ``current.json`` names it.
-    Raises UnknownName, ValidationFailed, Unavailable, StorageFault.
+    ``measured``: files of the measured runner, best source for what they cover, beside those in ``home/measurements``.
+    The version is a hash over the tables' own versions, so the same inputs give the same folder, which is then left as
+    it is. ``current.json`` names it. Raises UnknownName, ValidationFailed, Unavailable, StorageFault.
     """
     from coral_tasks.catalog import load_catalog
     from coral_tasks.profiling import build_profiles as build
+
+    sources = measured_first([*read_measurements_of(home), *(read_known(path) for path in measured)])
+    report = build(load_catalog().setup(setup_name), sources=sources)
+    return write_profiles(report, setup_name, home)
+
+
+def measured_first(runs: Sequence[Sequence[MeasuredRow]]) -> tuple[CostSource, ...]:
+    """All sources, best first: the latest run of each model and configuration, then database and roofline."""
     from coral_tasks.profiling import default_sources
     from coral_tasks.profiling.measured import MeasuredSource, newest_runs
 
-    rows = [row for path in measured for row in read_known(path)]
-    sources = (*([MeasuredSource.of(newest_runs(rows))] if rows else []), *default_sources())
-    report = build(load_catalog().setup(setup_name), sources=sources)
-    return write_profiles(report, setup_name, home)
+    return (*([MeasuredSource.of(newest_runs(runs))] if runs else []), *default_sources())
+
+
+def read_measurements_of(home: Path) -> list[tuple[MeasuredRow, ...]]:
+    """Rows of each file in ``home/measurements``; none if there are none. Raises ValidationFailed, StorageFault."""
+    return [read_measured(path) for path in sorted((home / MEASUREMENTS).glob("*.parquet"))]
 
 
 def read_known(path: Path) -> tuple[MeasuredRow, ...]:
@@ -262,7 +274,6 @@ def run_measurement(
 
     ``options``: see ``profiling.runner.RunPlan``. Raises UnknownName, ValidationFailed, EngineFault, StorageFault.
     """
-    from coral_tasks.profiling.measured import fit_measurements
     from coral_tasks.profiling.runner import as_records, plan_run, run_plan
     from data_contracts.measurements import write_measurements
 
@@ -273,6 +284,13 @@ def run_measurement(
     except OSError as error:
         message = f"measurements cannot be written to {out}: {error}"
         raise StorageFault(message) from error
+    return summary_of_rows(rows, out)
+
+
+def summary_of_rows(rows: Sequence[MeasuredRow], out: Path) -> dict[str, Any]:
+    """What was measured, in short: points by status and the line over layers of each."""
+    from coral_tasks.profiling.measured import fit_measurements
+
     fits = fit_measurements(rows)
     counts = {status: sum(row.status == status for row in rows) for status in ("ok", "oom", "failed")}
     return {"out": str(out), "points": len(rows), **counts, "fits": [fit.as_row() for fit in fits]}

@@ -17,7 +17,15 @@ pytestmark = [
 ]
 
 TASKS = {
-    "coral_template_library": {"plan_profiling", "profile", "plan_templates", "build_templates", "publish"},
+    "coral_template_library": {
+        "plan_measurements",
+        "measure",
+        "plan_profiling",
+        "profile",
+        "plan_templates",
+        "build_templates",
+        "publish",
+    },
     "coral_price_watch": {"check_prices"},
     "coral_allocation": {
         "open_run",

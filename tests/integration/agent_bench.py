@@ -61,6 +61,7 @@ class Bench:
     nodes: dict[str, list[str]]
     fields: dict[str, object] = field(default_factory=dict)
     tables: str = ""
+    configuration: str = "L4x1"
     ports: dict[str, int] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
@@ -99,7 +100,7 @@ class Bench:
         lines += ["[policy]", *(f"{key} = {value}" for key, value in FAST.items()), self.tables]
         for node in some:
             lines += ["[[nodes]]", f'id = "{node}"', 'region = "aws/us-east-2"']
-            lines += ['configuration = "L4x1"', 'market = "on_demand"']
+            lines += [f'configuration = "{self.configuration}"', 'market = "on_demand"']
         (self.root / f"{name}.toml").write_text("\n".join(lines) + "\n")
 
     def start(self, *names: str) -> None:
@@ -172,9 +173,11 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(root: Path, nodes: dict[str, list[str]], *, tables: str = "", **fields: object) -> Iterator[Bench]:
+def bench(
+    root: Path, nodes: dict[str, list[str]], *, tables: str = "", configuration: str = "L4x1", **fields: object
+) -> Iterator[Bench]:
     """Agents that run inside the ``with`` block and are gone after it, engines included."""
-    made = Bench(root=root, nodes=nodes, fields=fields, tables=tables)
+    made = Bench(root=root, nodes=nodes, fields=fields, tables=tables, configuration=configuration)
     try:
         made.prepare()
         made.start()

@@ -218,8 +218,8 @@ def test_two_runs_are_never_fitted_together() -> None:
     old = [row(2, 2e-3), row(4, 4e-3)]
     new = [replace(one, measured_at=later, median_s=2 * one.median_s) for one in old if one.median_s]
     lost = replace(row(2, None), measured_at=last)
-    assert newest_runs([*old, lost, *new]) == tuple(new)
-    (fit,) = fit_measurements(newest_runs([*new, *old]))
+    assert newest_runs([old, [lost], new]) == tuple(new)
+    (fit,) = fit_measurements(newest_runs([new, old]))
     assert fit.layer_s == pytest.approx(2e-3)
 
 
