@@ -10,11 +10,15 @@ import sys
 from typing import Final
 
 import typer
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from coral_tasks.cli import agent, demand, demo, forecast, gate, library, plan, profile, replay, simulate, verify
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
+from coral_tasks.settings import Settings
 
 EXIT_EXPECTED_NO: Final = 1
+EXIT_WRONG_USAGE: Final = 2
 EXIT_FAULT: Final = 3
 
 # Which extra brings a package that a part of the commands needs.
@@ -58,6 +62,14 @@ def main() -> None:
     except ExpectedOutcome as outcome:
         sys.stderr.write(f"coral: {outcome}\n")
         sys.exit(EXIT_EXPECTED_NO)
+    except SettingsError as error:
+        sys.stderr.write(f"coral: {error}: {error.__cause__}\n")
+        sys.exit(EXIT_WRONG_USAGE)
+    except ValidationError as error:
+        if error.title != Settings.__name__:
+            raise
+        sys.stderr.write("".join(f"coral: {line}\n" for line in _wrong_settings(error)))
+        sys.exit(EXIT_WRONG_USAGE)
     except ModuleNotFoundError as missing:
         extra = _EXTRA_OF.get((missing.name or "").split(".")[0])
         if extra is None:
@@ -67,3 +79,11 @@ def main() -> None:
     except CoralFault as fault:
         sys.stderr.write(f"coral: {type(fault).__name__}: {fault}\n")
         sys.exit(EXIT_FAULT)
+
+
+def _wrong_settings(error: ValidationError) -> list[str]:
+    """One line for each wrong setting, by the environment variable's name."""
+    return [
+        f"setting CORAL_{'.'.join(map(str, one['loc'])).upper()}={one['input']}: {one['msg']}"
+        for one in error.errors(include_url=False)
+    ]

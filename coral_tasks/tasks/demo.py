@@ -19,6 +19,7 @@ from coral_tasks.tasks import failures, local_airflow, local_fleet, planning
 if TYPE_CHECKING:
     from coral_tasks.domain.plan import AllocationPlan
     from coral_tasks.tasks.local_airflow import DagOutcome
+    from coral_tasks.tasks.local_fleet import LocalAgent
 
 NUM_AGENTS: Final = 3
 
@@ -58,7 +59,14 @@ def require_writable(home: Path) -> None:
 
 
 def ensure_agents(settings: Settings) -> int:
-    """Start the local node agents that own the setup's nodes, as far as they do not run; how many were started."""
+    """Start the local node agents that own the setup's nodes, as far as they do not run; how many were started.
+
+    Raises UnknownName for an unknown setup, Unavailable for a port that is taken.
+    """
+    return local_fleet.start_agents(settings.home, _agents(settings))
+
+
+def _agents(settings: Settings) -> tuple[LocalAgent, ...]:
     from coral_tasks.domain.fleet import Node
     from coral_tasks.domain.names import NodeId
     from coral_tasks.ingestion.demand_day import read_demo_availability
@@ -74,18 +82,23 @@ def ensure_agents(settings: Settings) -> int:
         for row in rows
         for number in range(1, row.available_nodes + 1)
     ]
-    agents = local_fleet.plan_agents(settings.home, nodes, num_agents=NUM_AGENTS, first_port=settings.first_agent_port)
-    return local_fleet.start_agents(settings.home, agents)
+    return local_fleet.plan_agents(settings.home, nodes, num_agents=NUM_AGENTS, first_port=settings.first_agent_port)
 
 
 def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummary:
     """Run both DAGs to their end.
 
     ``as_of``: default noon (UTC) today, or the moment of the plan in force if that is later, so that a second run has
-    the same inputs: the gate refuses batches older than those it accepted last. Raises CoralFault, or RunRefused for
-    an expected "no", if a DAG run did not succeed.
+    the same inputs: the gate refuses batches older than those it accepted last. Raises Unavailable while another run
+    works in the same home; CoralFault, or RunRefused for an expected "no", if a DAG run did not succeed.
     """
+    _agents(settings)  # a wrong setup is said before anything is written
     require_writable(settings.home)
+    with local_airflow.exclusive(settings.home):
+        return _run_demo(settings, as_of)
+
+
+def _run_demo(settings: Settings, as_of: datetime | None) -> DemoSummary:
     local_airflow.migrate_database(settings.home)
     ensure_agents(settings)
     moment = _default_moment(settings) if as_of is None else as_of.replace(tzinfo=UTC)

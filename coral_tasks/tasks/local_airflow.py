@@ -6,6 +6,8 @@ Everything lies under ``<home>/airflow``; every server listens on loopback only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import secrets
@@ -14,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 """The checkout: DAGs and plugins lie in it."""
 
 _LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def airflow_environment(home: Path, *, port: int = 8080) -> dict[str, str]:
@@ -82,6 +85,31 @@ def migrate_database(home: Path) -> None:
         raise CoralFault(f"airflow db migrate failed:\n{done.stderr[-2000:]}")
 
 
+@contextlib.contextmanager
+def exclusive(home: Path) -> Iterator[None]:
+    """Hold ``<home>/demo.lock``: two runs at once would build everything twice and write over each other's results.
+
+    Raises Unavailable at once if another process holds it. The system frees it when the holder ends, however it ends.
+    """
+    path = home / "demo.lock"
+    with path.open("wb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unavailable(f"another run works in {home} (it holds {path.name}); wait for its end") from error
+        yield
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when ``parent``, the process that started it, ends.
+
+    Not by SIGTERM: Airflow's tasks catch it and go on.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DagOutcome:
     """How one DAG run ended. ``failed``: its tasks that failed."""
@@ -103,7 +131,7 @@ def run_dags(home: Path, runs: Sequence[tuple[str, str]]) -> tuple[DagOutcome, .
     logs.mkdir(parents=True, exist_ok=True)
     results, log = logs / "local-run.json", logs / "local-run.log"
     results.write_text("[]", encoding="utf-8")
-    words = [sys.executable, str(script), str(results), *(f"{dag}={conf}" for dag, conf in runs)]
+    words = [sys.executable, str(script), str(os.getpid()), str(results), *(f"{dag}={conf}" for dag, conf in runs)]
     with log.open("wb") as sink:
         subprocess.run(words, env=airflow_environment(home), stdout=sink, stderr=subprocess.STDOUT, check=False)  # noqa: S603
     done = [DagOutcome(**{**one, "failed": tuple(one["failed"])}) for one in json.loads(results.read_bytes())]

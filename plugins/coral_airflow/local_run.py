@@ -1,6 +1,7 @@
-"""Run DAGs to their end in this process, without a scheduler: ``python local_run.py RESULTS DAG_ID=JSON …``.
+"""Run DAGs to their end in this process, without a scheduler: ``python local_run.py PARENT RESULTS DAG_ID=JSON …``.
 
-Each argument after the results file names a DAG and its configuration; they run one after the other until one does
+PARENT is the id of the process that starts this one: when that ends, however it ends, so does this. Each argument
+after the results file names a DAG and its configuration; they run one after the other until one does
 not succeed. RESULTS receives JSON: for each run its DAG, id, state and the tasks that did not succeed. Used by ``coral
 demo``; the runs appear in the UI like any other.
 """
@@ -19,7 +20,10 @@ def main(arguments: list[str]) -> int:
     from airflow.configuration import conf
     from airflow.dag_processing.dagbag import DagBag
 
-    results, wanted = Path(arguments[0]), arguments[1:]
+    from coral_tasks.tasks.local_airflow import end_with_parent
+
+    end_with_parent(int(arguments[0]))
+    results, wanted = Path(arguments[1]), arguments[2:]
     folder = Path(conf.get("core", "dags_folder"))
     bag = DagBag(folder, bundle_path=folder, bundle_name="dags-folder")
     for path, error in sorted(bag.import_errors.items()):
