@@ -7,9 +7,10 @@ rounded down make the plans feasible. Knows no solver.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -65,7 +66,10 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Core:
-    """Columns with what the kernels need: compact nodes, base costs, groups (model, place, phase)."""
+    """Columns with what the kernels need: compact nodes, base costs, groups (model, place, phase).
+
+    ``kinds``: what ``_kinds_of`` found, since it does not change from one set of prices to the next.
+    """
 
     problem: AllocationProblem
     columns: Columns
@@ -74,6 +78,7 @@ class _Core:
     node_rows: tuple[IntArray, IntArray, IntArray]
     local_template: IntArray
     group_start: IntArray
+    kinds: dict[tuple[tuple[int, int], Tracked], _Kinds] = field(default_factory=dict)
 
     def group(self, m: int, place: int, phase: int) -> tuple[int, int]:
         """First and last column (exclusive) of a group."""
@@ -166,7 +171,7 @@ def build_grid(core: _Core, size: int, *, rounds_up: bool) -> Grid:
     return Grid(size=size, rounds_up=rounds_up, units=np.maximum(rounded, 0).astype(np.int64))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
     """Supply that a model's own plan may not exceed, followed in the dynamic program of one place.
 
@@ -217,24 +222,58 @@ class Tracked:
 UNTRACKED: Final = Tracked()
 
 
+@functools.lru_cache(maxsize=1024)
+def _states_within(tracked: Tracked) -> IntArray:
+    """State s - r at [s, r]; -1 where r is not within s."""
+    states = tracked.num_states
+    return np.array([tracked.minus(digits) for digits in tracked.digits()]).reshape(states, states).T.copy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kinds:
+    """Columns of a group by what they use of the tracked supply.
+
+    ``kind``: [group]; ``own``: state that just holds one of a kind [K]; ``rest``: state left of each state [K, S].
+    """
+
+    kind: IntArray
+    own: IntArray
+    rest: IntArray
+
+
+def _kinds_of(core: _Core, group: tuple[int, int], tracked: Tracked) -> _Kinds:
+    found = core.kinds.get((group, tracked))
+    if found is None:
+        found = core.kinds[group, tracked] = _find_kinds(core, group, tracked)
+    return found
+
+
+def _find_kinds(core: _Core, group: tuple[int, int], tracked: Tracked) -> _Kinds:
+    first, last = group
+    if not tracked.pools:
+        none = np.zeros(last - first, dtype=np.int64)
+        return _Kinds(kind=none, own=np.zeros(1, dtype=np.int64), rest=np.zeros((1, 1), dtype=np.int64))
+    states = tracked.number(tracked.levels_used(core, first, last))
+    own, kind = np.unique(states, return_inverse=True)
+    rest = _states_within(tracked)[:, own].T.copy()
+    return _Kinds(kind=kind.astype(np.int64), own=own, rest=rest)
+
+
 class _Cover:
     """Least cost of one phase of a model in one place, by state of the tracked supply and number of units."""
 
     def __init__(self, core: _Core, grid: Grid, cost: FloatArray, group: tuple[int, int], tracked: Tracked) -> None:
         self.first, last = group
         states, G = tracked.num_states, grid.size
-        used = tracked.levels_used(core, self.first, last)
-        kinds, self.kind = np.unique(used, axis=0, return_inverse=True) if tracked.pools else (used[:1], used[:, :0])
-        self.kind = np.zeros(last - self.first, dtype=np.int64) if not tracked.pools else self.kind.ravel()
-        self.rest = np.array([tracked.minus(one) for one in kinds], dtype=np.int64).reshape(-1, states)
-        own = tracked.number(kinds) if tracked.pools else np.zeros(len(kinds), dtype=np.int64)
-        best = np.empty((len(kinds), G + 1))
-        self._column = np.empty((len(kinds), G + 1), dtype=np.int64)
+        kinds = _kinds_of(core, group, tracked)
+        self.kind, self.rest = kinds.kind, kinds.rest
+        best = np.empty((len(kinds.own), G + 1))
+        self._column = np.empty((len(kinds.own), G + 1), dtype=np.int64)
         new_units = np.where(core.columns.kept[self.first : last], 0, grid.units[self.first : last])
         kernels.bucket_best(self.first, new_units, self.kind, cost, best, self._column)
         self.value = np.empty((states, G + 1))
         self._choice = (np.empty((states, G + 1), dtype=np.int64), np.empty((states, G + 1), dtype=np.int64))
-        kernels.cover(best, own, self.rest, self.value, *self._choice)
+        kernels.cover(best, kinds.own, self.rest, self.value, *self._choice)
         self._units = grid.units
         self._singles: list[tuple[int, NDArray[np.uint8]]] = []
         for j in np.flatnonzero(core.columns.kept[self.first : last]) + self.first:
@@ -272,7 +311,7 @@ class _Place:
         ]
         states = tracked.num_states
         self.last = states - 1
-        self.within = np.array([tracked.minus(digits) for digits in tracked.digits()]).reshape(states, states).T.copy()
+        self.within = _states_within(tracked)
         self.pairs = self._pairs()
         self.value = np.full(grid.size + 1, np.inf)
         for s in range(states):
@@ -327,10 +366,9 @@ class _Place:
         """Least cost of all the rest once one column of each phase's group is used; ``units``: of all columns."""
         G, states = len(others), self.last + 1
         beside_joint, beside_pair = np.full((states, G), np.inf), np.full((states, G), np.inf)
-        everything = np.arange(G)
         for s in range(states):
-            kernels.completion(self.pairs[s], others, everything, beside_joint[s])
-            kernels.completion(self.joint.value[s], others, everything, beside_pair[s])
+            kernels.beside(self.pairs[s], others, beside_joint[s])
+            kernels.beside(self.joint.value[s], others, beside_pair[s])
         found = []
         for phase, (first, last) in enumerate(groups):
             cover = self.covers[phase]

@@ -12,6 +12,8 @@ import numba
 import numpy as np
 
 _jit = numba.njit(cache=True, nogil=True)
+_jit_least = numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
+"""For loops that only add and take the least of numbers that are never NaN: vectorised, and the same in any order."""
 INFINITY = np.inf
 
 
@@ -141,7 +143,7 @@ def add_single(value: Any, units: int, cost: float, rest_state: Any, taken: Any)
                     taken[s, q] = 1
 
 
-@_jit
+@_jit_least
 def min_plus(a: Any, b: Any, out: Any) -> None:
     """out[g] = min over i of a[i] + b[g - i], never above what ``out`` holds; a and b do not fall.
 
@@ -174,7 +176,7 @@ def split_point(a: Any, b: Any, g: int) -> int:
     return at
 
 
-@_jit
+@_jit_least
 def pair_up(a: Any, b: Any, rest_of: Any, out: Any) -> None:
     """out[s, q] = min over states r within s of a[r, q] + b[s - r, q].
 
@@ -189,14 +191,39 @@ def pair_up(a: Any, b: Any, rest_of: Any, out: Any) -> None:
                     out[s, q] = min(out[s, q], a[r, q] + b[rest, q])
 
 
-@_jit
+@_jit_least
 def completion(value: Any, others: Any, units: Any, out: Any) -> None:
     """out[k] = min over q of value[max(0, q - units[k])] + others[q], never above what ``out`` holds.
 
     What the rest costs once an item of that many units is used.
     """
+    G = len(value) - 1
     for k in range(len(units)):
-        low = out[k]
-        for q in range(len(value)):
-            low = min(low, value[max(0, q - units[k])] + others[q])
-        out[k] = low
+        u = units[k]
+        low = INFINITY
+        for q in range(min(u, G + 1)):
+            low = min(low, others[q])
+        low += value[0]
+        for q in range(G + 1 - u):
+            low = min(low, value[q] + others[q + u])
+        out[k] = min(out[k], low)
+
+
+@_jit_least
+def beside(value: Any, others: Any, out: Any) -> None:
+    """As ``completion`` for every number of units 0 to G, where value does not fall and others does not rise.
+
+    Only the ends of value's flat pieces are tried: the others then cover least.
+    """
+    G = len(value) - 1
+    for i in range(G + 1):
+        if value[i] == INFINITY:
+            break
+        if i < G and value[i + 1] == value[i]:
+            continue
+        low = value[i]
+        for u in range(G + 1 - i):
+            out[u] = min(out[u], low + others[u + i])
+        rest = low + others[G]
+        for u in range(G + 1 - i, G + 1):
+            out[u] = min(out[u], rest)

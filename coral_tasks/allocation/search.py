@@ -7,11 +7,10 @@ nodes and rounds, not by time, so that a run repeats on any machine; the clock o
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -38,13 +37,20 @@ from coral_tasks.domain.errors import SolverFault
 from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, whole_values
 
 COARSE_GRID: Final = 1000
-FINE_GRID: Final = 4000
+FINE_GRIDS: Final = (4000, 16000)
+FINE_ROUNDS: Final = (3, 4)
+"""Grids of the refinement, each for the columns that survived the one before, and its rounds of column generation."""
+MAX_FINE_WORK: Final = 16000 * 4
+"""Units times states of the finest grid worth its time: the products of two covers grow with the units' square."""
 MAX_ROUNDS: Final = 60
 POOR_GAP: Final = 0.05
 FIRST_COLUMNS: Final = 120
 FIRST_NODES: Final = 10
 """A first plan this far from the bound is improved at once by a small program over the best columns."""
 MAX_TIGHT_ROUNDS: Final = 40
+CHOOSE_EVERY: Final = 5
+CHOOSE_NODES: Final = 20
+"""Rounds after which the plans found so far are combined, so that a first plan comes early where supply is scarce."""
 TIGHT_ENOUGH: Final = 2e-4
 MAX_STALLED: Final = 5
 MAX_STATES: Final = 24
@@ -52,8 +58,6 @@ MAX_LEVELS: Final = 6
 """States and levels of tracked supply in the dynamic program of one model and place."""
 POLISH: Final = ((150, 300), (400, 1500), (1000, 1500))
 """Columns of the programs that look for better plans, each with the number that must be alive to make it worth it."""
-NEIGHBOUR_COLUMNS: Final = 120
-NEIGHBOUR_NODES: Final = 60
 FINAL_COLUMNS: Final = 4000
 """Most columns handed to the final program."""
 TIE_COLUMNS: Final = 300
@@ -109,6 +113,9 @@ class Search:
         self.offer(none)
         self.cut_points: list[Evaluation] = []
         self.tracked: dict[tuple[int, int], Tracked] = {}
+        self.master = Master(self.core, self._search_weights())
+        self.ceiling = math.inf
+        self.first_duals = no_duals(self.core)
 
     def objective_of(self, values: NDArray[np.int64]) -> tuple[float, float]:
         """Money, and weighted shortage with missing minimum instances, of column values, USD/h."""
@@ -167,13 +174,16 @@ class Search:
 
     def raise_bound(self, evaluation: Evaluation) -> None:
         """Keep an evaluation if it proves more; money cannot be negative."""
-        if evaluation.bound > self.state.bound:
-            self.state.bound, self.state.best = evaluation.bound, evaluation
-        self.state.bound = max(self.state.bound, 0.0)
+        if self.state.best is None or evaluation.bound > self.state.bound:
+            self.state.best = evaluation
+        self.state.bound = max(self.state.bound, min(evaluation.bound, self.ceiling), 0.0)
+
+    def _best_duals(self) -> Duals:
+        return self.state.best.duals if self.state.best is not None else self.first_duals
 
     def ranked_columns(self) -> NDArray[np.int64]:
         """Columns by the least objective of any solution that uses them, best first."""
-        duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
+        duals = self._best_duals()
         grid = build_grid(self.core, COARSE_GRID, rounds_up=True)
         bounds = column_bounds(self.core, evaluate(self.core, grid, duals, self.tracked))
         return np.lexsort((np.arange(len(bounds)), bounds))
@@ -186,7 +196,7 @@ class Search:
         if wanted and len(self.columns):
             self.generate()
             if not self.done():
-                self.polish_and_prove()
+                self.refine()
         else:
             # without demand the empty plan is optimal; without columns it is the only one
             self.state.bound = self.state.objective
@@ -197,7 +207,6 @@ class Search:
         """Column generation: price the supply, collect plans, choose the best combination."""
         up = build_grid(self.core, COARSE_GRID, rounds_up=True)
         down = build_grid(self.core, COARSE_GRID, rounds_up=False)
-        self.master = Master(self.core, self._search_weights())
         duals, best = no_duals(self.core), no_duals(self.core)
         for round_number in range(MAX_ROUNDS):
             evaluation = evaluate(self.core, up, duals)
@@ -225,7 +234,7 @@ class Search:
 
     def tighten(self, up: Grid, down: Grid) -> None:
         """Column generation again where a model's own plan may not exceed supply: a better bound where it is scarce."""
-        duals = best = self.state.best.duals if self.state.best is not None else no_duals(self.core)
+        duals = best = self._best_duals()
         stalled, money = 0, 0.0
         for round_number in range(MAX_TIGHT_ROUNDS):
             evaluation = evaluate(self.core, up, duals, self.tracked)
@@ -243,6 +252,8 @@ class Search:
             close = value - self.state.bound <= TIGHT_ENOUGH * money
             if self.done() or close or stalled > MAX_STALLED:
                 break
+            if round_number % CHOOSE_EVERY == CHOOSE_EVERY - 1:
+                self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=CHOOSE_NODES))
             duals = best.towards(target, 0.4) if grew else target
         self.state.note(f"{round_number + 1} tight rounds, {len(self.master.plans)} model plans, relaxed {value:.6g}")
         if not self.done():
@@ -302,53 +313,94 @@ class Search:
                 values[plan.columns] += plan.counts
         return values
 
-    def polish_and_prove(self) -> None:
-        """Programs over the best columns for better plans; then the final one over every column that can matter."""
-        duals = self.state.best.duals if self.state.best is not None else no_duals(self.core)
-        evaluation = evaluate(self.core, build_grid(self.core, FINE_GRID, rounds_up=True), duals, self.tracked)
-        self.raise_bound(evaluation)
-        self.cut_points = [evaluation, *self.cut_points[:2]]
-        bounds = column_bounds(self.core, evaluation)
-        order = np.lexsort((np.arange(len(bounds)), bounds))
+    def refine(self, level: int = 0) -> None:
+        """A better bound on a finer grid; then the columns that it leaves, on a finer grid still or in a program."""
+        bounds = self._refined_bounds(FINE_GRIDS[level], rounds=FINE_ROUNDS[level])
+        if self.done():
+            return
+        if self._can_refine(level + 1):
+            self._narrow(bounds, level + 1)
+            return
+        before = len(bounds)
+        order = np.lexsort((np.arange(before), bounds))
         for count, least_alive in POLISH:
             alive = int((bounds <= self._threshold()).sum())
-            self.state.note(f"{alive} of {len(bounds)} columns can improve the plan")
             if self.done() or alive <= least_alive:
                 break
             self._solve_small(order[:count], max_nodes=200, proves=False)
-        if not self.done():
+        if self.done():
+            return
+        if 0 < 2 * int((bounds <= self._threshold()).sum()) < before:
+            self._narrow(bounds, level)
+        else:
             self._final(bounds, order)
 
-    def improve_by_models(self, order: NDArray[np.int64], *, together: int) -> bool:
-        """Plan ``together`` models anew over their best columns while the others stay; True if the plan got better.
+    def _can_refine(self, level: int) -> bool:
+        states = max((one.num_states for one in self.tracked.values()), default=1)
+        return level < len(FINE_GRIDS) and FINE_GRIDS[level] * states <= MAX_FINE_WORK
 
-        A program of two or three models is solved in a fraction of a second where that of all takes minutes.
-        """
-        wanted = [int(m) for m in np.flatnonzero(self.problem.required_requests_per_s > 0)]
-        best = {m: order[self.columns.model[order] == m][:NEIGHBOUR_COLUMNS] for m in wanted}
-        before = self.state.objective
-        for chosen in itertools.combinations(wanted, together):
-            if self.done():
+    def _refined_bounds(self, size: int, *, rounds: int) -> NDArray[np.float64]:
+        """Column generation on a grid of ``size``; then what any solution with each column costs at least, [N]."""
+        up, down = (build_grid(self.core, size, rounds_up=rounds_up) for rounds_up in (True, False))
+        duals = best = self._best_duals()
+        found: list[Evaluation] = []
+        for _ in range(rounds):
+            evaluation = evaluate(self.core, up, duals, self.tracked)
+            self.raise_bound(evaluation)
+            grew = self._collect(down, duals, evaluation)
+            found.append(evaluation)
+            best = max(found, key=lambda one: one.bound).duals
+            _, _, target = self.master.relax()
+            if self.done() or (not grew and np.allclose(duals.nodes, target.nodes)):
                 break
-            self._solve_neighbourhood(chosen, np.concatenate([best[m] for m in chosen]))
-        self.state.note(f"{together} models at a time")
-        return self.state.objective < before - TIE_TOLERANCE * max(1.0, abs(before))
+            duals = best.towards(target, 0.4)
+        found.sort(key=lambda one: -one.bound)
+        self.cut_points = [*found[:2], *self.cut_points][:3]
+        self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=50))
+        bounds = column_bounds(self.core, found[0])
+        alive = int((bounds <= self._threshold()).sum())
+        self.state.note(f"grid of {size}: {alive} of {len(bounds)} columns can improve the plan")
+        return bounds
 
-    def _solve_neighbourhood(self, chosen: tuple[int, ...], candidates: NDArray[np.int64]) -> None:
-        rows = np.union1d(candidates, np.flatnonzero(self.columns.kept | (self.state.values > 0)))
-        columns = self.columns.take(rows)
-        program = build_program(self.problem, columns, cuts=self._cuts(rows), minimum_price=self.minimum_price)
-        values = self.state.values[rows]
-        fixed = np.flatnonzero(~np.isin(columns.model, chosen))
-        program.arrays.lower[fixed] = program.arrays.upper[fixed] = values[fixed]
-        result = solve_arrays(
-            program.arrays,
-            time_limit_s=max(0.1, self.time_left()),
-            gap=1e-5,
-            start_values=self._start(program, values),
-            options={"mip_max_nodes": NEIGHBOUR_NODES},
+    def _narrow(self, bounds: NDArray[np.float64], level: int) -> None:
+        """Go on with the columns that can improve the plan, what runs and what the plan uses.
+
+        A solution with any other column costs no less than the plan does now, so what is proved of the rest is proved
+        of all up to that: the ceiling of its bound.
+        """
+        chosen = (bounds <= self._threshold()) | self.columns.kept | (self.state.values > 0)
+        rows = np.flatnonzero(chosen)
+        inner = Search(
+            self.problem,
+            self.columns.take(rows),
+            self.weights,
+            gap=self.gap,
+            deadline=self.deadline,
+            begun=self.state.begun,
         )
-        self._take(result, rows)
+        self._hand_down(inner, rows)
+        inner.refine(level)
+        self.state.bound = max(self.state.bound, inner.state.bound)
+
+    def _hand_down(self, inner: Search, rows: NDArray[np.int64]) -> None:
+        """Give a search over ``rows`` alone what is known so far; better plans of it come back at once."""
+        inner.tracked, inner.ceiling = self.tracked, min(self.ceiling, self.state.objective)
+        inner.state.log, inner.state.trace = self.state.log, self.state.trace
+        inner.offer(self.state.values[rows])
+        inner.state.bound = self.state.bound
+        inner.first_duals = self._best_duals()
+        place = np.full(len(self.columns), -1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        for plan in self.master.plans:
+            if (place[plan.columns] >= 0).all():
+                inner.master.add(replace(plan, columns=place[plan.columns]))
+
+        def take_back(search: Search) -> None:
+            values = np.zeros(len(self.columns), dtype=np.int64)
+            values[rows] = search.state.values
+            self.offer(values)
+
+        inner.on_better = take_back
 
     def _threshold(self) -> float:
         return self.state.objective * (1 + 1e-12) + 1e-9
@@ -441,7 +493,7 @@ class Search:
             proved = self.state.objective
         else:
             proved = result.bound if result.bound is not None else -math.inf
-        self.state.bound = max(self.state.bound, min(proved, self.state.objective))
+        self.state.bound = max(self.state.bound, min(proved, self.state.objective, self.ceiling))
 
     def _cuts(self, rows: NDArray[np.int64]) -> list[Cut]:
         cuts = []
