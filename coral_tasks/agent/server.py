@@ -18,6 +18,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
+from coral_tasks.agent.clock import AwakeClock
 from coral_tasks.agent.config import AgentConfig
 from coral_tasks.agent.engines import build_launch
 from coral_tasks.agent.health import check_health
@@ -88,6 +89,7 @@ class AgentServer:
     jobs: JobRunner
     rate: RateLimit
     counters: Counters = field(default_factory=Counters)
+    clock: AwakeClock = field(default_factory=AwakeClock)
     _checking: set[str] = field(default_factory=set)
     _checked_at_s: dict[str, float] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -126,7 +128,7 @@ class AgentServer:
         """Serve until cancelled."""
         slots = self.machine.slots.values()
         alive = self.supervisor.adopt() | {slot.launch for slot in slots if self._needs_no_process(slot)}
-        self.feed(Booted(alive=alive, now_s=time.monotonic()))
+        self.feed(Booted(alive=alive, now_s=self.clock.now_s()))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._receive())
             group.create_task(self._watch())
@@ -161,7 +163,7 @@ class AgentServer:
 
     def on_message(self, peer: bytes, data: bytes) -> None:
         """Take one message; whatever it holds, the agent goes on."""
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         if not self.rate.admits(peer, now_s):
             self.counters.over_rate += 1
             return
@@ -262,15 +264,15 @@ class AgentServer:
                 self.supervisor.spawn(slot.node, slot.launch, launch)
         except (EngineFault, OSError) as fault:
             _LOG.warning("%s: %s", slot.node, fault)
-            self.feed(EngineExited(node=slot.node, launch=slot.launch, detail=str(fault), now_s=time.monotonic()))
+            self.feed(EngineExited(node=slot.node, launch=slot.launch, detail=str(fault), now_s=self.clock.now_s()))
 
     # --- watching -----------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        rotated_at_s = time.monotonic()
+        rotated_at_s = self.clock.now_s()
         while True:
             await asyncio.sleep(self.config.tick_s)
-            now_s = time.monotonic()
+            now_s = self.clock.now_s()
             self.supervisor.enforce()
             for node in self.config.nodes:
                 self._look_at(self.machine.slots[node.id], now_s)
@@ -336,7 +338,7 @@ class AgentServer:
             seen = await check_health(endpoint, timeout_s=max(5.0, self.config.health_s))
         finally:
             self._checking.discard(launch)
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         in_flight = seen.in_flight
         self.feed(HealthSeen(node=node, launch=launch, healthy=seen.healthy, in_flight=in_flight, now_s=now_s))
 

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(keys_app, name="keys")
 
 
-def agent(  # noqa: PLR0913, PLR0917 - each argument is an option of the command
+def agent(
     config: Annotated[Path | None, typer.Option("--config", help="TOML file; options override it.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Agent's name, of its key too; default: node.")] = None,
     node: Annotated[str | None, typer.Option("--node", help="Node id, if there is one node only.")] = None,
@@ -83,23 +83,38 @@ def status(
     agents: _AGENTS = None,
     keys: _KEYS = None,
     wait_s: Annotated[float, typer.Option("--wait-s", help="How long to wait for answers.")] = 5.0,
+    every: Annotated[bool, typer.Option("--all", help="List the empty nodes too, instead of counting them.")] = False,
     as_json: _JSON = False,
 ) -> None:
-    """Show what every node agent reports now."""
+    """Show what every node agent reports now: nodes with an engine or a note; how many are empty."""
     home = Settings().home
     seen = dispatching.observe(agents or home / "agents.toml", keys or home / "keys", wait_s=wait_s)
     if as_json:
         typer.echo(msgspec.json.encode(seen))
     else:
-        table = Table("node", "region", "configuration", "engine", "state", "instance", "in flight", "note")
-        for name, one in sorted(seen.nodes.items()):
-            instance = one.spec.instance if one.spec is not None else ""
-            load = "" if one.in_flight is None else str(one.in_flight)
-            note = one.excluded or one.detail
-            table.add_row(name, one.region, one.configuration, one.engine, one.state.value, instance, load, note)
-        Console().print(table)
+        _show_nodes(seen, every=every)
     if seen.unreachable:
         raise NotConverged(f"no answer from {', '.join(seen.unreachable)}")
+
+
+def _show_nodes(seen: Observation, *, every: bool) -> None:
+    """One row for each node; of the empty ones without a note only their number unless ``every``."""
+    table = Table("node", "state", "instance", "in flight", "note")
+    table.columns[0].overflow = table.columns[2].overflow = "fold"  # a cut name is of no use
+    num_empty = 0
+    for name, one in sorted(seen.nodes.items()):
+        note = one.excluded or one.detail
+        if one.state is EngineState.EMPTY and not note and not every:
+            num_empty += 1
+            continue
+        instance = one.spec.instance if one.spec is not None else ""
+        load = "" if one.in_flight is None else str(one.in_flight)
+        table.add_row(name, one.state.value, instance, load, note)
+    console = Console()
+    if table.row_count:
+        console.print(table)
+    if num_empty:
+        console.print(f"{num_empty} of {len(seen.nodes)} nodes are empty; --all lists them")
 
 
 def dispatch(
@@ -107,14 +122,19 @@ def dispatch(
     agents: _AGENTS = None,
     keys: _KEYS = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
+    picture: Annotated[Path | None, typer.Option("--picture", help="With --dry-run: draw them as HTML.")] = None,
     as_json: _JSON = False,
 ) -> None:
     """Bring the fleet to a plan, or show how that would be done."""
+    if picture is not None and not dry_run:
+        raise typer.BadParameter("goes with --dry-run", param_hint="--picture")
     home = Settings().home
     agents, keys = agents or home / "agents.toml", keys or home / "keys"
     wanted = dispatching.read_plan(plan)
     if dry_run:
         transition, seen = dispatching.preview(wanted, agents, keys)
+        if picture is not None:
+            dispatching.write_picture(picture, transition, seen)
         _show_transition(transition, as_json=as_json)
         if seen.unreachable:
             raise NotConverged(f"no answer from {', '.join(seen.unreachable)}")

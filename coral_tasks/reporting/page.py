@@ -13,7 +13,7 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--bg:#14191f;--fg:#e6ebf0;--dim:#93a1ae;--card:#1d242c;--line:#303a44}}
 body{background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif;margin:0 auto;padding:1rem;
 max-width:72rem}
-h1{font-size:1.5rem;margin:.2rem 0}h2{font-size:1.1rem;margin:2rem 0 .5rem}
+a{color:inherit}h1{font-size:1.5rem;margin:.2rem 0}h2{font-size:1.1rem;margin:2rem 0 .5rem}
 .dim{color:var(--dim)}.figures{display:flex;flex-wrap:wrap;gap:.7rem;margin:1rem 0}
 .figure{background:var(--card);border-radius:.5rem;padding:.6rem .9rem;min-width:8rem}
 .figure b{display:block;font-size:1.25rem}.scroll{overflow-x:auto}

@@ -20,12 +20,13 @@ def instance_cost_usd_per_hour(template: ServingTemplate, row: PlannedInstances,
     return sum(prices[row.region, name, row.market] * count for name, count in template.nodes.counts)
 
 
-def plan_report(plan: AllocationPlan, prices: Prices, *, why: Sequence[str] = ()) -> str:
-    """HTML document for ``plan``. ``why``: sentences that explain it."""
+def plan_report(plan: AllocationPlan, prices: Prices, *, why: Sequence[str] = (), transition: str = "") -> str:
+    """HTML document for ``plan``. ``why``: sentences that explain it. ``transition``: page of the steps towards it."""
     body = [
         f'<h1>Allocation plan</h1><div class="dim">{escape(plan.id)}, library {escape(plan.library_version)}</div>',
         figures(_headline(plan)),
         *(f'<p class="warn">{escape(note)}</p>' for note in _shortage_notes(plan)),
+        *_link(transition),
         *_why(why),
         "<h2>Cost by model and phase</h2>",
         stacked_bars("cost-by-model", _cost_by_model(plan, prices), "USD/h"),
@@ -61,6 +62,11 @@ def _shortage_notes(plan: AllocationPlan) -> list[str]:
         for row in plan.shortfalls
         if row.shortfall_requests_per_s > 0
     ]
+
+
+def _link(transition: str) -> list[str]:
+    link = f'<p><a href="{escape(transition)}">Steps from the running fleet to this plan</a></p>'
+    return [link] if transition else []
 
 
 def _why(sentences: Sequence[str]) -> list[str]:

@@ -37,6 +37,7 @@ EXPLAIN_S: Final = 20.0
 _RUN: Final = "run.json"
 _PLAN: Final = "plan/plan.json"
 _DISPATCH: Final = "dispatch.json"
+_TRANSITION: Final = "report/transition.html"
 
 
 def open_run(run_id: str, params: Mapping[str, Any]) -> str:
@@ -249,6 +250,7 @@ def dispatch(run_id: str) -> str:
     """Bring the agents to the plan and wait for them, unless the mode is advisory or there are no agents."""
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
+    _draw_transition(settings, run)
     skipped = _why_no_dispatch(settings, run)
     if skipped:
         run.put_json(_DISPATCH, {"skipped": skipped}, replace=True)
@@ -274,6 +276,18 @@ def dispatch(run_id: str) -> str:
     if not result.converged:
         raise CoralFault(f"the fleet is not as planned:\n{outcome['summary']}")
     return run_id
+
+
+def _draw_transition(settings: Settings, run: Run) -> None:
+    """What the plan would do to the fleet as it is, before anything starts; a retry keeps the first picture.
+
+    A backfill looks at the past, from which the fleet of now is not reached.
+    """
+    if run.path(_TRANSITION).exists() or not _has_agents(settings) or run.id.startswith("backfill__"):
+        return
+    plan, options = planning.read_plan(run.path(_PLAN)), _dispatch_options(settings, run)
+    transition, seen = dispatching.preview(plan, settings.home / "agents.toml", settings.home / "keys", options=options)
+    dispatching.write_picture(run.path(_TRANSITION), transition, seen)
 
 
 def _why_no_dispatch(settings: Settings, run: Run) -> str:
@@ -344,7 +358,8 @@ def _write_report(settings: Settings, run: Run, plan: AllocationPlan, sentences:
         (row.region, row.configuration, row.market): row.price_usd_per_hour
         for row in inputs.load_inputs(settings, run.id).prices
     }
-    write_page(run.path("report/plan.html"), plan_report(plan, prices, why=sentences))
+    transition = "transition.html" if run.path(_TRANSITION).exists() else ""
+    write_page(run.path("report/plan.html"), plan_report(plan, prices, why=sentences, transition=transition))
 
 
 def _make_current(settings: Settings, run: Run) -> None:
@@ -353,5 +368,7 @@ def _make_current(settings: Settings, run: Run) -> None:
 
     current = settings.home / "current"
     names = {"report/plotly.min.js": "plotly.min.js", "report/plan.html": "plan.html", _RUN: "run.json"}
+    if run.path(_TRANSITION).exists():
+        names[_TRANSITION] = "transition.html"
     for name, copy in {**names, "plan/plan.json": "plan.json"}.items():
         write_whole(current / copy, run.get(name))

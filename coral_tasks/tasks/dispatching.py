@@ -62,6 +62,17 @@ def preview(
     return dispatcher.preview(plan, seen, options), seen
 
 
+def write_picture(path: Path, transition: Transition, seen: Observation) -> None:
+    """The transition as one HTML file. Raises StorageFault if it cannot be written."""
+    from coral_tasks.reporting.page import write_page
+    from coral_tasks.reporting.transition_report import transition_report
+
+    try:
+        write_page(path, transition_report(transition, seen.fleet, unreachable=seen.unreachable))
+    except OSError as error:
+        raise StorageFault(f"cannot write {path}: {error}") from error
+
+
 def dispatch(
     plan: AllocationPlan,
     *,

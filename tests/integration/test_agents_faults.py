@@ -19,7 +19,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
-from agent_bench import POLICY, Bench, bench, free_ports
+from agent_bench import FAST, POLICY, Bench, bench, free_ports
 from fleet_builders import plan, template
 
 from coral_tasks.agent.keys import make_key_pair, new_key_pair, rotate_key_pair
@@ -218,6 +218,19 @@ def test_a_stopped_agent_gets_nothing_late(agents: Bench) -> None:
     time.sleep(1.0)
     assert heads(agents).total() == 3
     assert states(agents) == {"ready": 3}
+
+
+def test_an_agent_that_slept_long_blames_no_engine(agents: Bench) -> None:
+    """Stopped for longer than an engine may be silent, an agent that wakes up leaves its engines alone."""
+    assert agents.dispatch(plan({"one": 4}, ONE, TWO)).converged
+    before = agents.engines()
+    agents.processes["b"].send_signal(signal.SIGSTOP)
+    time.sleep(FAST["unhealthy_s"] + 1.0)
+    agents.processes["b"].send_signal(signal.SIGCONT)
+    agents.until(lambda: agents.see(1.0).unreachable == (), 20, "the agent answers")
+    time.sleep(0.5)
+    assert agents.engines() == before
+    assert states(agents) == {"ready": 4}
 
 
 class Cable:

@@ -15,18 +15,20 @@ from typing import Self
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
 from agent_bench import Bench, bench
 from fleet_builders import REGION, node, plan, template
 
+from coral_tasks.cli import app
 from coral_tasks.dispatch.inventory import write_endpoints
 from coral_tasks.dispatch.routing import read_routing
 from coral_tasks.domain.errors import Unavailable
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId
 from coral_tasks.domain.transition import NodeRequest, ProvisionedNode, StepKind
-from coral_tasks.tasks.dispatching import dispatch_with_feedback
+from coral_tasks.tasks.dispatching import dispatch_with_feedback, write_plan
 
 pytestmark = [pytest.mark.integration]
 ONE = template("one", throughput=1000.0)
@@ -95,6 +97,22 @@ def test_no_request_fails_while_the_fleet_changes_shape(agents: Bench) -> None:
             time.sleep(0.3)
     assert traffic.failures == []
     assert traffic.sent.total() > 50
+
+
+def test_a_dry_run_draws_the_steps_and_does_nothing(agents: Bench) -> None:
+    """``coral dispatch --dry-run --picture`` lists and draws what a dispatch would do; no engine starts."""
+    write_plan(agents.root / "plan.json", plan({"one": 1, "two": 1}, ONE, TWO))
+    write_endpoints(agents.root / "agents.toml", agents.endpoints)
+    words = ["dispatch", "--plan", str(agents.root / "plan.json"), "--agents", str(agents.root / "agents.toml")]
+    drawn = agents.root / "drawn" / "steps.html"
+    words += ["--keys", str(agents.keys), "--dry-run", "--picture", str(drawn)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "wait_ready" in result.output
+    html = drawn.read_text(encoding="utf-8")
+    assert "stage 2 of 2" in html
+    assert "3 stay free" in html
+    assert agents.engines() == {}
 
 
 def test_shares_match_the_weights(agents: Bench) -> None:

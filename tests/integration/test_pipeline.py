@@ -87,6 +87,10 @@ def test_the_fleet_is_brought_to_the_plan_and_a_second_run_sends_nothing(home, m
         assert {one.id for one in again.instances} == {one.id for one in fleet.instances}
         assert _allocate("third")["plan"] == second["plan"]
         assert (home / "runs" / "second" / "manifest.json").is_file()
+        drawn = [home / "runs" / run / "report" / "transition.html" for run in ("first", "second")]
+        assert ["no step is needed" in one.read_text(encoding="utf-8") for one in drawn] == [False, True]
+        assert 'href="transition.html"' in (home / "current" / "plan.html").read_text(encoding="utf-8")
+        assert (home / "current" / "transition.html").is_file()
     finally:
         assert local_fleet.stop_agents(home) == 3
 

@@ -21,6 +21,13 @@ def run(*words: str) -> str:
     return result.output
 
 
+def test_a_picture_without_a_dry_run_is_a_usage_error(tmp_path: Path) -> None:
+    """--picture shows what would be done; with a real dispatch it is refused before anything is read."""
+    result = CliRunner().invoke(app, ["dispatch", "--plan", str(tmp_path / "p"), "--picture", str(tmp_path / "x.html")])
+    assert result.exit_code == 2
+    assert "dry-run" in result.output
+
+
 def test_keys_are_made_rotated_and_listed(tmp_path: Path) -> None:
     """make prints the public key, rotate a new one with the old one listed, --finish drops it."""
     folder = ("--keys", str(tmp_path))

@@ -66,6 +66,12 @@ def _plan(model: str = "tiny") -> AllocationPlan:
     )
 
 
+def test_the_page_of_the_steps_is_linked_if_there_is_one() -> None:
+    """A plan with a transition links its page, escaped; one without has no link."""
+    assert "<a " not in plan_report(_plan(), PRICES)
+    assert '<a href="t&quot;.html">' in plan_report(_plan(), PRICES, transition='t".html')
+
+
 def test_cost_of_an_instance_is_the_sum_of_its_nodes() -> None:
     """2 × 0.8 + 5.672 = 7.272 USD/h."""
     plan = _plan()
