@@ -98,13 +98,13 @@ class Table:
 
 
 def _read(path: Path, columns: Sequence[str], violations: list[Violation]) -> list[dict[str, str]]:
-    """Cells by column. Raises StorageFault if the file cannot be read as UTF-8 text."""
+    """Cells by column. Raises StorageFault if the file cannot be read as UTF-8 text (a mark at its start is fine)."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         message = f"catalogue file {path.name} cannot be read: {error}"
         raise StorageFault(message) from error
-    lines = list(csv.reader(text.splitlines()))
     header = lines[0] if lines else []
     if sorted(header) != sorted(columns):
         rule = f"columns must be {', '.join(columns)}"

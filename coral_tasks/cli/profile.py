@@ -181,7 +181,7 @@ def measure(
 ) -> None:
     """Profile one idle node through its agent with real vLLM; later builds use the rows first."""
     from coral_tasks.tasks import measuring
-    from coral_tasks.tasks.profiling import read_request, summary_of_rows
+    from coral_tasks.tasks.profiling import read_request, require_writable, summary_of_rows
 
     if (request is None) == (not model):
         raise typer.BadParameter("needs either --model or --request")
@@ -196,10 +196,11 @@ def measure(
     if request is not None:
         model, named, options = read_request(request)
         measuring.require_same(node, configuration, named)
+    path = out or measuring.measurement_file(_home(home), configuration, model)
+    require_writable(path)
     job = job or measuring.new_job_id(model, configuration)
     typer.echo(f"job {job} on node {node}; to come back to it: --job '{job}'", err=True)
     rows = measuring.measure_now(node, model, configuration, options, fleet=fleet, job_id=job, timeout_s=timeout_s)
-    path = out or measuring.measurement_file(_home(home), configuration, model)
     measuring.write_rows(path, rows)
     _print_rows(summary_of_rows(rows, path), as_json=as_json)
 

@@ -80,19 +80,14 @@ def read_points(path: Path = POINTS_FILE) -> tuple[AggregatedPoint, ...]:
     Raises StorageFault if the file cannot be read, ValidationFailed naming every broken row and what is wrong with it.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             columns, rows = reader.fieldnames or (), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         message = f"points file {path} cannot be read: {error}"
         raise StorageFault(message) from error
-    missing = [column for column in REQUIRED if column not in columns]
-    if missing:
-        rule = f"needs the columns {', '.join(REQUIRED)}"
-        raise ValidationFailed(
-            [Violation(table=path.name, row="header", value=f"without {', '.join(missing)}", rule=rule)]
-        )
-    violations: list[Violation] = []
+    _require_columns(path.name, columns)
+    violations = _ragged(path.name, rows)
     points = [_point(path.name, line, row, violations) for line, row in enumerate(rows, start=2)]
     violations += _repeated_ids(path.name, points)
     if not rows:
@@ -100,6 +95,27 @@ def read_points(path: Path = POINTS_FILE) -> tuple[AggregatedPoint, ...]:
     if violations:
         raise ValidationFailed(violations)
     return tuple(points)
+
+
+def _require_columns(table: str, columns: Sequence[str]) -> None:
+    missing = [column for column in REQUIRED if column not in columns]
+    twice = sorted({column for column in columns if columns.count(column) > 1})
+    needs = f"needs the columns {', '.join(REQUIRED)}"
+    violations = [Violation(table=table, row="header", value=f"without {', '.join(missing)}", rule=needs)] * bool(
+        missing
+    )
+    violations += [Violation(table=table, row="header", value=one, rule="column is there twice") for one in twice]
+    if violations:
+        raise ValidationFailed(violations)
+
+
+def _ragged(table: str, rows: Sequence[dict[str, str | None]]) -> list[Violation]:
+    """Rows with more or fewer cells than the header: their cells may stand in the wrong columns."""
+    return [
+        Violation(table=table, row=f"line {line}", value="", rule="must have as many cells as the header")
+        for line, row in enumerate(rows, start=2)
+        if None in row or None in row.values()
+    ]
 
 
 def _repeated_ids(table: str, points: Sequence[AggregatedPoint]) -> list[Violation]:

@@ -35,6 +35,7 @@ CODE_VERSION = "1"
 
 KILL_WAIT_S = 10.0
 DECODE_STEPS = 16
+MOST_SEQUENCES = 100_000
 OUT_OF_MEMORY = ("out of memory", "no available memory", "kv cache", "cannot allocate")
 
 
@@ -74,6 +75,9 @@ class RunPlan:
         checks.require(longest <= self.model.max_context_tokens, "tokens and decode steps exceed the context", longest)
         checks.positive(repeats=self.repeats, decode_steps=self.decode_steps, timeout_s=self.timeout_s)
         checks.positive(gpu_memory_fraction=self.gpu_memory_fraction)
+        checks.require(self.gpu_memory_fraction <= 1, "gpu_memory_fraction must not exceed 1", self.gpu_memory_fraction)
+        most = max(self.sequences, default=0)
+        checks.require(most <= MOST_SEQUENCES, f"sequences must not exceed {MOST_SEQUENCES}", most)
         checks.not_negative(warmup=self.warmup)
         checks.raise_if_any()
 

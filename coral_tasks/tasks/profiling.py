@@ -6,6 +6,7 @@ Joins catalogue, profiling and the profile contract; holds no arithmetic of its 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -143,7 +144,7 @@ def read_table(path: Path) -> ProfileTable:
 
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         message = f"profile table {path} cannot be read: {error}"
         raise StorageFault(message) from error
     return profile_from_parquet(data, str(path))
@@ -155,11 +156,11 @@ def read_profiles(home: Path) -> tuple[ProfileTable, ...]:
         current = json.loads((home / FOLDER / CURRENT).read_text(encoding="utf-8"))
         folder = home / FOLDER / current["version"]
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        names = [entry["file"] for entry in manifest["tables"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        paths = [folder / entry["file"] for entry in manifest["tables"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"no profiles in {home / FOLDER}: {error}; build them with: coral profile build"
         raise StorageFault(message) from error
-    return tuple(read_table(folder / name) for name in names)
+    return tuple(read_table(path) for path in paths)
 
 
 def summarize(tables: Sequence[ProfileTable]) -> list[dict[str, Any]]:
@@ -220,7 +221,8 @@ def validate_profiles(points: Path | None, out: Path | None) -> dict[str, Any]:
 
 
 REQUEST_LISTS = ("layer_counts", "sequences", "tokens")
-REQUEST_NUMBERS = ("warmup", "repeats", "decode_steps", "gpu_memory_fraction", "timeout_s", "eager")
+REQUEST_COUNTS = ("warmup", "repeats", "decode_steps")
+REQUEST_NUMBERS = ("gpu_memory_fraction", "timeout_s")
 
 
 def read_request(path: Path) -> tuple[str, str, dict[str, Any]]:
@@ -230,7 +232,7 @@ def read_request(path: Path) -> tuple[str, str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         message = f"profiling request {path} cannot be read: {error}"
         raise StorageFault(message) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValidationFailed([Violation(table=path.name, row="", value=str(error), rule="must be JSON")]) from error
     if not isinstance(value, dict):
         raise ValidationFailed([Violation(table=path.name, row="", value=repr(value), rule="must be a JSON object")])
@@ -255,14 +257,34 @@ def _request_violation(table: str, key: str, item: object) -> Violation | None:
     if key in ("model", "configuration"):
         rule = "" if isinstance(item, str) else "must be a text"
     elif key in REQUEST_LISTS:
-        whole = isinstance(item, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in item)
-        rule = "" if whole else "must be a list of whole numbers"
+        rule = (
+            "" if isinstance(item, list) and all(_is_whole(one) for one in item) else "must be a list of whole numbers"
+        )
+    elif key in REQUEST_COUNTS:
+        rule = "" if _is_whole(item) else "must be a whole number"
     elif key in REQUEST_NUMBERS:
-        rule = "" if isinstance(item, int | float) else "must be a number"
+        rule = "" if _is_whole(item) or isinstance(item, float) else "must be a number"
+    elif key == "eager":
+        rule = "" if isinstance(item, bool) else "must be true or false"
     else:
-        known = ("model", "configuration", *REQUEST_LISTS, *REQUEST_NUMBERS)
+        known = ("model", "configuration", *REQUEST_LISTS, *REQUEST_COUNTS, *REQUEST_NUMBERS, "eager")
         rule = f"unknown key; known: {', '.join(sorted(known))}"
     return Violation(table=table, row=key, value=repr(item), rule=rule) if rule else None
+
+
+def _is_whole(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def require_writable(out: Path) -> None:
+    """Raise StorageFault if ``out`` cannot be written: said before the hours of a measurement, not after."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        refusal = "it is a folder" if out.is_dir() else "" if os.access(out.parent, os.W_OK) else "permission denied"
+    except OSError as error:
+        refusal = error.strerror or str(error)
+    if refusal:
+        raise StorageFault(f"measurements cannot be written to {out}: {refusal}")
 
 
 def run_measurement(
@@ -278,6 +300,7 @@ def run_measurement(
     from data_contracts.measurements import write_measurements
 
     plan = plan_run(model, configuration, **options)
+    require_writable(out)
     rows = run_plan(plan, interpreter)
     try:
         write_measurements(out, as_records(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,3 +263,37 @@ def test_a_row_of_the_wrong_width_is_refused(folder: Path) -> None:
     edit(folder, "slos.csv", "phi-4-14b,1200,60,99,", "phi-4-14b,1200,60,")
     with pytest.raises(ValidationFailed, match="line 2: must have 5 cells"):
         load_catalog(folder)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(folder: Path) -> None:
+    """Spreadsheets put one in front of the header."""
+    path = folder / "models.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_catalog(folder).models == load_catalog().models
+
+
+def test_a_cell_longer_than_any_reader_takes_is_named(folder: Path) -> None:
+    """The csv module's own refusal becomes a fault that names the file."""
+    path = folder / "models.csv"
+    path.write_bytes(path.read_bytes() + b"x" * 200_000)
+    with pytest.raises(StorageFault, match=r"catalogue file models\.csv cannot be read: field larger"):
+        load_catalog(folder)
+
+
+def test_no_mutation_of_a_file_gives_anything_but_a_refusal(folder: Path) -> None:
+    """One broken cell, line or header in any file: the catalogue loads or names what is wrong, nothing else."""
+    chance = random.Random(1)
+    junk = ["nan", "inf", "-1", "0", "1e400", "", "x", '"', "\x00", "\u2028", "\ufeff", "1.5", ",", "\r"]
+    refused = 0
+    for _ in range(60):
+        path = chance.choice(sorted(folder.glob("*.csv")))
+        whole = path.read_text(encoding="utf-8")
+        place = chance.randrange(len(whole))
+        tail = chance.choice([whole[place:], whole[place + 1 :], "", whole[place:] + whole[:place]])
+        path.write_text(whole[:place] + chance.choice(junk) + tail, encoding="utf-8")
+        try:
+            load_catalog.__wrapped__(folder)
+        except (ValidationFailed, StorageFault) as refusal:
+            refused += ".csv" in str(refusal)
+        path.write_text(whole, encoding="utf-8")
+    assert refused > 30

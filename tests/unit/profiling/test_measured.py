@@ -24,7 +24,7 @@ from coral_tasks.profiling.measured import MeasuredRow, MeasuredSource, fit_meas
 from coral_tasks.profiling.memory import Parallelism
 from coral_tasks.profiling.model_files import model_config
 from coral_tasks.profiling.runner import as_records, plan_run, run_plan
-from coral_tasks.tasks.profiling import build_profiles, read_measured, read_request
+from coral_tasks.tasks.profiling import build_profiles, read_measured, read_profiles, read_request, run_measurement
 from data_contracts.measurements import read_measurements, write_measurements
 
 CATALOG = load_catalog()
@@ -386,7 +386,12 @@ def test_a_profiling_request_becomes_a_plan(tmp_path: Path) -> None:
         ('{"model": "tiny"}', "configuration is missing"),
         ('{"model": "tiny", "configuration": "cpu", "tokens": "64"}', "must be a list of whole numbers"),
         ('{"model": "tiny", "configuration": "cpu", "tokens": [6.5]}', "must be a list of whole numbers"),
-        ('{"model": "tiny", "configuration": "cpu", "repeats": "3"}', "must be a number"),
+        ('{"model": "tiny", "configuration": "cpu", "repeats": "3"}', "must be a whole number"),
+        ('{"model": "tiny", "configuration": "cpu", "repeats": 2.5}', "must be a whole number"),
+        ('{"model": "tiny", "configuration": "cpu", "warmup": true}', "must be a whole number"),
+        ('{"model": "tiny", "configuration": "cpu", "timeout_s": true}', "must be a number"),
+        ('{"model": "tiny", "configuration": "cpu", "eager": 7}', "must be true or false"),
+        ("[" * 100_000, "must be JSON"),
         ('{"model": "tiny", "configuration": "cpu", "shell": "rm"}', "unknown key; known: "),
         ('{"model": 3, "configuration": "cpu"}', "must be a text"),
     ],
@@ -397,3 +402,44 @@ def test_a_broken_request_is_refused(tmp_path: Path, text: str, message: str) ->
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValidationFailed, match=message):
         read_request(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory_fraction": 3}, "gpu_memory_fraction must not exceed 1"),
+        ({"gpu_memory_fraction": float("nan")}, "gpu_memory_fraction must be finite and above zero"),
+        ({"sequences": (1, 10**9)}, "sequences must not exceed 100000"),
+        ({"layer_counts": (1, -2)}, "layer_counts must be 1 or more"),
+        ({"timeout_s": float("inf")}, "timeout_s must be finite and above zero"),
+    ],
+)
+def test_a_plan_that_no_engine_could_run_is_refused(options: dict[str, object], message: str) -> None:
+    """What only fails after an engine has started, or when the rows are written, is refused before."""
+    with pytest.raises(ValidationFailed, match=message):
+        plan_run("tiny", "cpu", **options)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("folder", "it is a folder"), ("file/rows.parquet", "exists|directory")])
+def test_an_output_that_cannot_be_written_is_told_before_the_measurement(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    """No engine starts for rows that would have nowhere to go (the interpreter does not even exist here)."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(StorageFault, match=f"measurements cannot be written to .*{name}: .*({reason})"):
+        run_measurement("tiny", "cpu", interpreter=tmp_path / "python", out=tmp_path / name, options={})
+
+
+MANIFESTS = ["{}", "[]", '{"tables": 5}', '{"tables": [{"file": 5}]}', '{"tables": [{"file": ""}]}', "[" * 50_000]
+
+
+@pytest.mark.parametrize("text", [*MANIFESTS, '{"tables": ["a"]}', '{"tables": [{"file": "a\\u0000b"}]}'])
+def test_a_damaged_manifest_is_a_storage_fault(tmp_path: Path, text: str) -> None:
+    """Whatever stands in the manifest, reading profiles ends in a fault that names the place."""
+    folder = tmp_path / "profiles" / "v"
+    folder.mkdir(parents=True)
+    (tmp_path / "profiles" / "current.json").write_text('{"version": "v"}', encoding="utf-8")
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
+    with pytest.raises(StorageFault, match=str(tmp_path)):
+        read_profiles(tmp_path)

@@ -186,6 +186,26 @@ def test_an_unreadable_points_file_is_a_storage_fault(tmp_path: Path, content: b
         read_points(path)
 
 
+def test_cells_that_may_stand_in_the_wrong_column_are_refused(tmp_path: Path) -> None:
+    """A row of another width than the header, or a column that is there twice, is named and never guessed at."""
+    lines = POINTS_FILE.read_text(encoding="utf-8").splitlines()[:3]
+    path = tmp_path / "points.csv"
+    path.write_text("\n".join([lines[0], lines[1] + ",1", lines[2].rpartition(",")[0]]), encoding="utf-8")
+    with pytest.raises(ValidationFailed, match=r"line 2: must have as many cells as the header") as failed:
+        read_points(path)
+    assert "line 3: must have as many cells as the header" in str(failed.value)
+    path.write_text("\n".join([lines[0] + ",isl", lines[1] + ",1"]), encoding="utf-8")
+    with pytest.raises(ValidationFailed, match=r"header: column is there twice \(found isl\)"):
+        read_points(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+    """Spreadsheets put one in front of the header."""
+    path = tmp_path / "points.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + POINTS_FILE.read_bytes())
+    assert read_points(path) == read_points()
+
+
 def test_a_points_file_without_rows_is_refused(tmp_path: Path) -> None:
     """A header alone is no measurement."""
     path = tmp_path / "points.csv"
