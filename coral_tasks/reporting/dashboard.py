@@ -143,6 +143,14 @@ def message_page(title: str, text: str) -> str:
     return _document(title, f'<p><a href="./">All of Coral</a></p><h1>{escape(title)}</h1><p>{escape(text)}</p>')
 
 
+def plotly_script() -> str:
+    """Plotly's script, from its own package."""
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script
+
+
 # Frame -----------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from coral_tasks.domain.errors import CoralError, StorageFault, UnknownName
+from coral_tasks.domain.errors import CoralError, StorageFault, UnknownName, ValidationFailed
 from coral_tasks.domain.fleet import Fleet
 from coral_tasks.domain.transition import CapacityDip, NodeRequest, Step, Unplaced
 from coral_tasks.settings import Settings
@@ -42,6 +42,9 @@ MAX_LISTED: Final = 30
 _MOMENT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+\d\d:\d\d|Z)")
 
 Values = dict[str, Any]
+
+NotKept = ValidationFailed
+"""What a name that is not there, or is no name, raises: for the page, which knows no domain type."""
 
 
 class _Proof(msgspec.Struct, frozen=True):
