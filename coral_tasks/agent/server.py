@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from coral_tasks.agent.clock import AwakeClock
+from coral_tasks.agent.clock import AwakeClock, awake_gap_s
 from coral_tasks.agent.config import AgentConfig
 from coral_tasks.agent.engines import build_launch
 from coral_tasks.agent.health import check_health
@@ -122,6 +122,7 @@ class AgentServer:
             socket=socket,
             jobs=JobRunner(config=config),
             rate=RateLimit(rate_per_s=config.messages_per_s, burst=config.message_burst),
+            clock=AwakeClock(gap_s=awake_gap_s(config.tick_s)),
         )
 
     async def run(self) -> None:
