@@ -27,7 +27,7 @@ serve: .venv/.complete ## Airflow's UI with both DAGs scheduled
 	@.venv/bin/coral serve
 
 test: .venv/.complete ## fast tests: all that needs no extra server
-	@$(PY) -m pytest -m "not engine and not distributed and not browser"
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not engine and not distributed and not browser"
 
 test-engine: .venv/.complete .venv-vllm/.complete ## real vLLM on the CPU, in an environment of its own
 	@$(PY) -m pytest -m engine
