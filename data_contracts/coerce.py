@@ -7,7 +7,7 @@ cannot read for certain (separators for thousands, times without a zone, numbers
 from __future__ import annotations
 
 import json
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,6 +26,10 @@ TIME: Final = (
 )
 ZONELESS: Final = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?)?$"
 _SAFE_INTEGER: Final = 2.0**53
+_PER_SECOND: Final = {"ms": 10**3, "us": 10**6, "ns": 10**9}
+_FIRST_S: Final = -62_135_596_800
+_LAST_S: Final = 253_402_300_799
+"""First second of the year 1 and last of the year 9999, from 1970."""
 
 
 class CellFlaw(NamedTuple):
@@ -145,13 +149,49 @@ def _to_text(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]
 
 
 def _to_list(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
-    """Lists as they are, or as JSON text (that is how CSV holds them)."""
-    try:
-        if not pa.types.is_string(array.type):
-            return array.cast(column.type), []
-        return pa.array([None if text is None else json.loads(text) for text in array.to_pylist()], column.type), []
-    except (pa.ArrowException, ValueError, TypeError, RecursionError):
+    """Lists as they are, or as JSON text (that is how CSV holds them); a cell that is no such list is a flaw."""
+    kind = array.type
+    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not nested and not pa.types.is_string(kind):
         return _wrong_type(column, array)
+    if nested and kind.value_type == column.type.value_type and not array.flatten().null_count:
+        return array.cast(column.type), []
+    lists: list[list[Any] | None] = []
+    flaws: list[CellFlaw] = []
+    for row, cell in enumerate(array.to_pylist()):
+        try:
+            lists.append(_list_of(cell, column.type.value_type))
+        except (ValueError, TypeError, RecursionError):
+            lists.append(None)
+            text = f"{column.name} must be a list of {_items(column.type.value_type)} (JSON in CSV)"
+            flaws.append(CellFlaw(row, column.name, str(cell)[:200], text, "list"))
+    return pa.array(lists, column.type), flaws
+
+
+def _items(kind: pa.DataType) -> str:
+    return "names" if pa.types.is_string(kind) else "whole numbers"
+
+
+def _list_of(cell: object, kind: pa.DataType) -> list[Any] | None:
+    """Items of a cell, each of ``kind`` without loss; None for an empty cell. Raises ValueError or TypeError."""
+    parsed = json.loads(cell) if isinstance(cell, str) else cell
+    if parsed is None:
+        return None
+    if not isinstance(parsed, list):
+        raise TypeError
+    return [_item(one, kind) for one in parsed]
+
+
+def _item(one: object, kind: pa.DataType) -> str | int:
+    if pa.types.is_string(kind) and isinstance(one, str):
+        return one
+    whole = isinstance(one, int | float) and not isinstance(one, bool) and float(one).is_integer()
+    if pa.types.is_string(kind) or not whole or not isinstance(one, int | float):
+        raise TypeError
+    limits = np.iinfo(kind.to_pandas_dtype())
+    if not limits.min <= one <= limits.max:
+        raise ValueError
+    return int(one)
 
 
 def _to_number(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
@@ -180,7 +220,7 @@ def _whole(column: Column, floats: pa.Array, shown: pa.Array) -> tuple[pa.Array,
     values = floats.to_numpy(zero_copy_only=False)
     null = floats.is_null().to_numpy(zero_copy_only=False)
     with np.errstate(invalid="ignore"):
-        good = np.isfinite(values) & (np.abs(values) <= _SAFE_INTEGER) & (np.floor(values) == values)
+        good = np.isfinite(values) & (np.abs(values) < _SAFE_INTEGER) & (np.floor(values) == values)
     flaws = [
         CellFlaw(int(row), column.name, str(shown[int(row)].as_py()), f"{column.name} must be a whole number", "number")
         for row in np.flatnonzero(~good & ~null)
@@ -226,11 +266,22 @@ def _to_time(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]
     if array.type.tz is None:
         text = f"column {column.name} has times without a time zone"
         return pa.nulls(len(array), column.type), [CellFlaw(-1, column.name, str(array.type), text, "time_zone")]
-    try:
-        return array.cast(column.type, safe=array.type.unit == "s"), []
-    except pa.ArrowInvalid as error:
-        text = f"column {column.name} has times out of range"
-        return pa.nulls(len(array), column.type), [CellFlaw(-1, column.name, str(error)[:200], text, "time")]
+    return _in_range(column, array)
+
+
+def _in_range(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    """Times of the years 1 to 9999 in microseconds; a cast would wrap what lies beyond into some other time."""
+    unit = array.type.unit
+    counts = array.cast(pa.int64())
+    # before scaling: int64 cannot hold the bounds in nanoseconds, and has no such times either
+    whole = counts if unit == "s" else pc.divide(counts, _PER_SECOND[unit])
+    good = pc.fill_null(pc.and_(pc.greater(whole, _FIRST_S), pc.less(whole, _LAST_S)), fill_value=True)
+    flaws = [
+        CellFlaw(row, column.name, f"{counts[row].as_py()} {unit} since 1970", f"{column.name} is out of range", "time")
+        for row in np.flatnonzero(~good.to_numpy(zero_copy_only=False)).tolist()
+    ]
+    kept = pc.if_else(good, array, pa.scalar(None, array.type))
+    return kept.cast(column.type, safe=False), flaws
 
 
 def _parse_times(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:

@@ -135,9 +135,22 @@ class GateContext:
         return pd.Timestamp(self.now.astimezone(UTC))
 
     def before(self) -> pd.DataFrame | None:
-        """Previous batch as a frame, else the reference, else None."""
+        """Previous batch as a frame, oldest interval first, else the reference, else None."""
         table = self.previous if self.previous is not None else self.reference
-        return None if table is None else table.to_pandas()
+        return None if table is None else _oldest_first(table.to_pandas())
+
+    def expected(self) -> pd.DataFrame | None:
+        """Reference and, after it, the previous batch: the last row of a key is what its next value is held against.
+
+        So a key that the previous batch lacked is still held against the reference.
+        """
+        frames = [_oldest_first(one.to_pandas()) for one in (self.reference, self.previous) if one is not None]
+        filled = [frame for frame in frames if not frame.empty] or frames[-1:]
+        return pd.concat(filled, ignore_index=True) if filled else None
+
+
+def _oldest_first(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.sort_values("interval_start", kind="stable") if "interval_start" in frame.columns else frame
 
 
 Derive = Callable[[pd.DataFrame, GateContext], pd.Series]

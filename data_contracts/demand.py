@@ -80,12 +80,37 @@ def _p95_over_mean(frame: pd.DataFrame, _: GateContext) -> pd.Series:
 
 
 def _total_if_fallen(frame: pd.DataFrame, context: GateContext) -> pd.Series:
-    """Each zero row's rate, if all of the newest interval is zero although there was demand before; else null."""
+    """Rates of the newest interval if all are zero although there was demand before; else null.
+
+    Before: the batch accepted last, or earlier intervals of this one.
+    """
+    none = pd.Series(np.nan, index=frame.index)
     before = context.before()
-    quiet = before is None or before["requests_per_s"].max() < context.limits.outage_floor_requests_per_s
-    if quiet or frame.empty or frame["requests_per_s"].max() > 0:
-        return pd.Series(np.nan, index=frame.index)
-    return frame["requests_per_s"]
+    if frame.empty:
+        return none
+    newest = frame["interval_start"] == frame["interval_start"].max()
+    earlier = [frame.loc[~newest, "requests_per_s"], *([] if before is None else [before["requests_per_s"]])]
+    busiest = max((one.max() for one in earlier if len(one)), default=0.0)
+    if busiest < context.limits.outage_floor_requests_per_s or frame.loc[newest, "requests_per_s"].max() > 0:
+        return none
+    return frame["requests_per_s"].where(newest)
+
+
+def _new_series_factor(frame: pd.DataFrame, context: GateContext) -> pd.Series:
+    """For rows of a model and origin not seen before: factor between the model's rate of all origins now and before."""
+    none = pd.Series(np.nan, index=frame.index)
+    before = context.expected()
+    if before is None or before.empty or frame.empty:
+        return none
+    seen = before[list(_SERIES)].drop_duplicates()
+    new = frame[list(_SERIES)].merge(seen, how="left", indicator=True)["_merge"].to_numpy() == "left_only"
+    last = before.groupby(["model", "interval_start"], sort=True)["requests_per_s"].sum().groupby("model").last()
+    lowest = max(context.limits.jump_floor_requests_per_s, 1e-12)
+    total = (
+        frame.groupby(["model", "interval_start"], dropna=False)["requests_per_s"].transform("sum").clip(lower=lowest)
+    )
+    old = frame["model"].map(last).astype(float).clip(lower=lowest)
+    return pd.Series(np.maximum(total / old, old / total), index=frame.index).where(new)
 
 
 def _single_zero(frame: pd.DataFrame, context: GateContext) -> pd.Series:
@@ -143,7 +168,20 @@ RULES: Final = (
     fresh("interval_start", lambda context: context.limits.demand_max_age_s, by=("model",)),
     advancing("interval_start"),
     no_jump("requests_per_s", _SERIES, broken=600.0, floor=lambda context: context.limits.jump_floor_requests_per_s),
+    derived(
+        "new_series_jump",
+        "requests_per_s of all origins of this model jumped against the batch before: wrong unit?",
+        ("model", "origin", "requests_per_s"),
+        _new_series_factor,
+        maximum=lambda context: context.limits.max_jump,
+        releasable=True,
+        broken=Broken(
+            cells={0: {"origin": "aws/us-east-2", "requests_per_s": 600.0}},
+            context=lambda context, table: replace(context, previous=table),
+        ),
+    ),
     *(no_jump(column, _SERIES, broken=100_000.0) for column in LENGTH_COLUMNS),
+    no_jump("interval_s", _SERIES, broken=5.0, severity=Severity.WARNING),
     derived(
         "not_all_zero",
         "all demand is zero at once although there was some before: a metrics outage looks like this",

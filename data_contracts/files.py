@@ -17,6 +17,13 @@ import pyarrow.parquet as pq
 
 SEPARATORS: Final = (",", ";", "\t", "|")
 PARQUET_MAGIC: Final = b"PAR1"
+PACKED: Final = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "ZIP or an Excel workbook",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"BZh": "bzip2",
+}
+CUT_OFF: Final = "the last line has no line end: the file may be cut off"
 _MAX_CELL: Final = 1_000_000
 
 
@@ -50,6 +57,9 @@ def read_bytes(data: bytes, source: str) -> RawTable:
     """Read the bytes of a CSV or Parquet file."""
     if not data.strip():
         return _unreadable(source, "the file is empty")
+    packed = [name for magic, name in PACKED.items() if data.startswith(magic)]
+    if packed:
+        return _unreadable(source, f"the file is packed ({packed[0]}): CSV or Parquet itself is needed")
     if data.startswith(PARQUET_MAGIC) or source.lower().endswith((".parquet", ".pq")):
         return _read_parquet(data, source)
     return _read_csv(data, source)
@@ -117,7 +127,7 @@ def _table_of(rows: list[list[str]], source: str, *, ends_whole: bool) -> RawTab
     if flaws:
         return RawTable(table=None, flaws=tuple(flaws), source=source)
     if not ends_whole:
-        flaws.append(FileFlaw(0, "", "the last line has no line end: the file may be cut off", warning=True))
+        flaws.append(FileFlaw(0, "", CUT_OFF, warning=True))
     cells = list(zip(*rows[1:], strict=True)) if len(rows) > 1 else [() for _ in header]
     columns = {name: [cell.strip() or None for cell in column] for name, column in zip(header, cells, strict=True)}
     table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})

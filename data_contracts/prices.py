@@ -48,10 +48,19 @@ def _unreserved_price(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     return frame["price_usd_per_hour"].where(frame["market"] != "reserved")
 
 
-def _spot_ratio(frame: pd.DataFrame, _: GateContext) -> pd.Series:
-    """Spot price over the on-demand price of the same region and configuration in the batch; null elsewhere."""
+def _spot_ratio(frame: pd.DataFrame, context: GateContext) -> pd.Series:
+    """Spot price over the on-demand price of the same region and configuration; null elsewhere.
+
+    That of the batch, else the price known before: a batch of spot prices alone is held against something too.
+    """
     pool = ["region", "configuration"]
-    on_demand = frame.loc[frame["market"] == "on_demand"].groupby(pool)["price_usd_per_hour"].max()
+    before = context.expected()
+    full_prices = [one[one["market"] == "on_demand"] for one in (before, frame) if one is not None]
+    lasts = [
+        one.groupby(pool)["price_usd_per_hour"].agg(way)
+        for one, way in zip(full_prices[::-1], ("max", "last"), strict=False)
+    ]
+    on_demand = lasts[0] if len(lasts) == 1 else lasts[0].combine_first(lasts[1])
     partner = frame[pool].merge(on_demand.rename("_full").reset_index(), on=pool, how="left")["_full"]
     full = pd.Series(partner.to_numpy(dtype=float), index=frame.index)
     return (frame["price_usd_per_hour"] / full.where(full > 0)).where(frame["market"] == "spot")

@@ -28,8 +28,10 @@ from data_contracts.contract import (
     Stage,
 )
 
-NAME_PATTERN: Final = r"\A[^\s\x00-\x1f\x7f]+\Z"
-"""A name is a text without blanks and control characters."""
+NAME_PATTERN: Final = (
+    "\\A[^\\s\\x00-\\x1f\\x7f-\\xa0\\xad\u1680\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]+\\Z"
+)
+"""A name is a text without blanks, control and invisible characters: two names that look alike are one."""
 
 Bound = float | Callable[[GateContext], float]
 
@@ -188,7 +190,7 @@ def no_jump(
 
 def jump_factor(frame: pd.DataFrame, context: GateContext, column: str, by: Sequence[str], floor: float) -> pd.Series:
     """Factor ≥ 1 between each row and its predecessor's value; NaN where there is none."""
-    before = context.before()
+    before = context.expected()
     if before is None or before.empty or frame.empty:
         return pd.Series(np.nan, index=frame.index)
     keys = list(by)

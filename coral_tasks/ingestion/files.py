@@ -67,11 +67,14 @@ class FolderSource:
 
 def _read(table: str, path: Path) -> SourceBatch:
     try:
-        data, seconds = path.read_bytes(), path.stat().st_mtime
+        before, data, after = path.stat(), path.read_bytes(), path.stat()
     except OSError as error:
         message = f"{table}: {path} cannot be read: {error.strerror or error}"
         raise SourceFault(message) from error
-    observed = datetime.fromtimestamp(seconds, UTC)
+    if (before.st_mtime_ns, before.st_size, before.st_ino) != (after.st_mtime_ns, after.st_size, after.st_ino):
+        message = f"{table}: {path} is being written: it changed while it was read"
+        raise SourceFault(message)
+    observed = datetime.fromtimestamp(after.st_mtime, UTC)
     return SourceBatch(table=table, data=data, suffix=path.suffix, source=str(path), observed_at=observed)
 
 

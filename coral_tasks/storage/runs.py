@@ -107,9 +107,18 @@ class Run:
         }
         return self.put_json(MANIFEST, {"run": self.id, "files": files}, replace=True)
 
+    def _stated(self) -> dict[str, str]:
+        """SHA-256 by name as the manifest has it. Raises StorageFault if it is no manifest."""
+        content = self.get_json(MANIFEST)
+        try:
+            return {str(name): str(entry["sha256"]) for name, entry in content["files"].items()}
+        except (TypeError, KeyError, AttributeError) as error:
+            message = f"run {self.id}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})"
+            raise StorageFault(message) from error
+
     def verify(self) -> None:
         """Compare every file with the manifest. Raises StorageFault naming each difference."""
-        stated = {name: entry["sha256"] for name, entry in self.get_json(MANIFEST)["files"].items()}
+        stated = self._stated()
         found = self.digests()
         wrong = [f"{name} is missing" for name in stated if name not in found]
         wrong += [f"{name} has changed" for name in stated if name in found and found[name] != stated[name]]

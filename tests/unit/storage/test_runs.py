@@ -66,6 +66,19 @@ def test_a_sealed_run_shows_every_change(tmp_path: Path) -> None:
         run.verify()
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "null", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": {}}}', "{"]
+)
+def test_a_damaged_manifest_is_a_fault_with_a_message(tmp_path: Path, text: str) -> None:
+    """A manifest that is no manifest is said to be none; it neither passes nor raises anything else."""
+    run = RunStore(root=tmp_path).open("r1")
+    run.put("a", b"1")
+    run.seal()
+    run.path("manifest.json").write_text(text)
+    with pytest.raises(StorageFault, match=r"manifest\.json is not"):
+        run.verify()
+
+
 def test_json_is_sorted_and_refuses_nan(tmp_path: Path) -> None:
     """Same value, same bytes; NaN is no JSON."""
     run = RunStore(root=tmp_path).open("r1")

@@ -1,0 +1,148 @@
+"""Variants of bad inputs that a first reading would miss: each is refused with its row, or keeps its meaning."""
+
+from __future__ import annotations
+
+import gzip
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+
+from data_contracts.coerce import coerce
+from data_contracts.contract import GateContext
+from data_contracts.files import read_bytes
+from data_contracts.gate import GateReport, check_table
+from data_contracts.registry import contract_of
+from data_contracts.rules import rules_of
+
+NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
+DEMAND, PRICES, TEMPLATES = contract_of("demand"), contract_of("prices"), contract_of("templates")
+ROWS = DEMAND.example_table(NOW)
+
+
+def judged(table: pa.Table, name: str, context: GateContext, contract_name: str = "demand") -> GateReport:
+    """Report of one rule alone."""
+    contract = contract_of(contract_name)
+    rules = [rule for rule in rules_of(contract) if rule.name == name]
+    assert rules
+    return check_table(contract, table, context, rules=rules).report
+
+
+def changed(table: pa.Table, **columns: list[object]) -> pa.Table:
+    """The table with some columns replaced."""
+    for name, values in columns.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    return table
+
+
+@pytest.mark.parametrize("cell", ["[1.5]", "[true]", "[null]", "[NaN]", "[40000]", '"0"', "0", "[[0]]", '["0"]', "[0"])
+def test_a_list_cell_that_is_no_list_of_whole_numbers_is_refused_in_its_row(cell: str) -> None:
+    """Nothing is rounded, cut or split into letters; the flaw names the row and not the column as a whole."""
+    table = TEMPLATES.example_table(NOW)
+    texts = table.column("stage_layers").to_pylist()
+    raw = table.set_column(
+        table.schema.get_field_index("stage_layers"), "stage_layers", pa.array([str(texts[0]), cell])
+    )
+    found = coerce(TEMPLATES, raw)
+    assert [(flaw.row, flaw.column, flaw.rule) for flaw in found.flaws] == [(1, "stage_layers", "list")]
+    assert "must be a list of whole numbers" in found.flaws[0].text
+    assert found.table is not None
+    assert found.table.column("stage_layers").to_pylist() == [texts[0], None]
+
+
+def test_lists_of_wider_types_keep_their_numbers() -> None:
+    """64-bit, floating and large lists that hold the same whole numbers are the same lists."""
+    table = TEMPLATES.example_table(NOW)
+    place, lists = table.schema.get_field_index("stage_layers"), table.column("stage_layers").to_pylist()
+    for kind in (pa.list_(pa.int64()), pa.large_list(pa.int32()), pa.list_(pa.float64())):
+        found = coerce(TEMPLATES, table.set_column(place, "stage_layers", pa.array(lists, kind)))
+        assert found.flaws == ()
+        assert found.table is not None
+        assert found.table.column("stage_layers").to_pylist() == lists
+
+
+def test_times_beyond_the_calendar_are_refused_and_never_wrap() -> None:
+    """A count of milliseconds that overflows in microseconds is a flaw of its row, the row beside it keeps its time."""
+    wraps = 2**64 // 1000 + 1_764_458_480_000
+    table = PRICES.example_table(NOW).slice(0, 2)
+    times = pa.array([1_764_458_480_000, wraps], pa.int64()).cast(pa.timestamp("ms", "UTC"))
+    found = coerce(PRICES, table.set_column(table.schema.get_field_index("observed_at"), "observed_at", times))
+    assert [(flaw.row, flaw.rule) for flaw in found.flaws] == [(1, "time")]
+    assert found.table is not None
+    assert found.table.column("observed_at").to_pylist() == [datetime(2025, 11, 29, 23, 21, 20, tzinfo=UTC), None]
+
+
+def test_a_number_cut_off_at_the_end_of_the_file_is_refused() -> None:
+    """10.4 may be the front of 10.49264: without a line end after it, it is not taken."""
+    rows = "region,configuration,market,observed_at,price_usd_per_hour\naws/us-east-2,L4x1,on_demand,2026-11-29T12:00Z,"
+    cut = check_table(PRICES, read_bytes(f"{rows}0.80".encode(), "f.csv"), GateContext(now=NOW), rules=[]).report
+    assert [(one.row, one.value) for one in cut.findings] == [("row 1", "0.80")]
+    assert "may be cut off, inside the number price_usd_per_hour" in cut.findings[0].text
+    assert not cut.accepted
+    whole = check_table(PRICES, read_bytes(f"{rows}0.80\n".encode(), "f.csv"), GateContext(now=NOW), rules=[])
+    assert whole.report.findings == ()
+    assert whole.table is not None
+    assert whole.table.column("price_usd_per_hour").to_pylist() == [0.8]
+
+
+def test_a_packed_file_is_named_as_such() -> None:
+    """Gzip is not guessed at: the message says what the file is."""
+    raw = read_bytes(gzip.compress(b"model,requests_per_s\n"), "demand.csv")
+    assert raw.table is None
+    assert "packed (gzip)" in raw.flaws[0].text
+
+
+@pytest.mark.parametrize("mark", ["\u200b", "\u00a0", "\ufeff", "\u00ad", "\u202e"])
+def test_names_that_only_look_alike_are_refused(mark: str) -> None:
+    """An invisible character inside a name would make two keys of one."""
+    report = judged(changed(ROWS, model=[f"phi-4{mark}-14b", "b", "c"]), "model_is_name", GateContext(now=NOW))
+    assert [one.row.split(" (")[0] for one in report.findings] == ["row 1"]
+
+
+def test_an_outage_in_the_newest_interval_is_seen_behind_earlier_intervals() -> None:
+    """Demand in the history of the same batch does not hide that everything fell to zero at the end."""
+    earlier = changed(ROWS, interval_start=[NOW - timedelta(minutes=5)] * 3)
+    now = changed(ROWS, requests_per_s=[0.0] * 3)
+    report = judged(pa.concat_tables([earlier, now]), "not_all_zero", GateContext(now=NOW))
+    assert [one.row.split(" (")[0] for one in report.findings] == ["row 4", "row 5", "row 6"]
+    assert judged(pa.concat_tables([now, earlier]), "not_all_zero", GateContext(now=NOW)).findings != ()
+    one_left = changed(ROWS, requests_per_s=[0.0, 0.0, 1.0])
+    assert judged(pa.concat_tables([earlier, one_left]), "not_all_zero", GateContext(now=NOW)).findings == ()
+
+
+def test_per_minute_rates_are_caught_when_origins_are_new() -> None:
+    """A split by origin has no predecessor of its own, so its sum is held against the model's rate before."""
+    context = GateContext(now=NOW, reference=ROWS)
+    halves = pa.concat_tables([changed(ROWS, origin=[name] * 3, requests_per_s=[5.0] * 3) for name in ("a", "b")])
+    assert judged(halves, "new_series_jump", context).findings == ()
+    wrong = changed(halves, requests_per_s=[300.0] * 6)
+    assert len(judged(wrong, "new_series_jump", context).findings) == 6
+
+
+def test_prices_in_cents_are_caught_in_pools_that_the_last_batch_lacked() -> None:
+    """A new pool is held against the catalogue, and spot prices alone against the on-demand price known before."""
+    table = PRICES.example_table(NOW)
+    context = GateContext(now=NOW, reference=table, previous=table.slice(0, 1))
+    cents = changed(table.slice(2, 1), price_usd_per_hour=[1049.264])
+    assert [one.rule for one in judged(cents, "price_usd_per_hour_jump", context, "prices").findings] == [
+        "price_usd_per_hour_jump"
+    ]
+    spot = changed(table.slice(1, 1), price_usd_per_hour=[27.56])
+    assert len(judged(spot, "spot_not_above_on_demand", context, "prices").findings) == 1
+    assert judged(table.slice(1, 1), "spot_not_above_on_demand", context, "prices").findings == ()
+
+
+def test_the_newest_interval_before_is_what_a_rate_is_held_against() -> None:
+    """Rows of the batch before may lie in any order: 10 after 1000 counts, not 1000 after 10."""
+    old = changed(ROWS, requests_per_s=[1000.0] * 3, interval_start=[NOW - timedelta(minutes=10)] * 3)
+    new = changed(ROWS, interval_start=[NOW - timedelta(minutes=5)] * 3)
+    context = GateContext(now=NOW, previous=pa.concat_tables([new, old]))
+    assert judged(ROWS, "requests_per_s_jump", context).findings == ()
+
+
+def test_an_interval_in_minutes_is_a_warning() -> None:
+    """Five where there was 300 is said, and the batch is not kept out for it."""
+    report = judged(changed(ROWS, interval_s=[5.0] * 3), "interval_s_jump", GateContext(now=NOW, reference=ROWS))
+    assert len(report.findings) == 3
+    assert report.accepted
