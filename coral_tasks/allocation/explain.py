@@ -19,6 +19,7 @@ from coral_tasks.allocation.counts import Counts
 from coral_tasks.allocation.options import AllocationOptions, ModelRules
 from coral_tasks.allocation.problem import PHASES, AllocationProblem
 from coral_tasks.allocation.solve import counts_of_plan, solve_counts
+from coral_tasks.domain.errors import Infeasible
 from coral_tasks.domain.names import Market, Runtime
 from coral_tasks.domain.plan import AllocationPlan, SolveStatus
 from coral_tasks.domain.profiles import LimitedBy
@@ -66,6 +67,19 @@ class OptionCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BanCost:
+    """What doing without something would cost: a region, or every runtime but vLLM. Nobody has set it.
+
+    ``loses_requests_per_s``: rate that could no longer be served.
+    """
+
+    ban: str
+    cost_usd_per_hour: float
+    loses_requests_per_s: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortModel:
     """A model that is not fully served. ``reason``: one of "no template", "nothing allowed", "supply", "limit".
 
@@ -90,6 +104,7 @@ class Explanation:
     binding: tuple[BindingPool, ...]
     options: tuple[OptionCost, ...]
     short: tuple[ShortModel, ...]
+    bans: tuple[BanCost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,18 +147,20 @@ def explain_plan(problem: AllocationProblem, plan: AllocationPlan, *, time_limit
     binding = tuple(_binding(prober))
     options = tuple(_option_costs(prober))
     short = tuple(_short_models(prober, binding, options))
+    bans = tuple(_ban_costs(prober))
     sentences = (
         *_headline(prober),
         *_share_sentences(shares),
         *_binding_sentences(binding),
         *_option_sentences(options),
+        *_ban_sentences(bans),
         *_short_sentences(short),
         *_limit_sentences(plan),
         *_rule_sentences(prober),
         *problem.notes,
         *_excluded_sentences(problem),
     )
-    return Explanation(sentences=sentences, shares=shares, binding=binding, options=options, short=short)
+    return Explanation(sentences=sentences, shares=shares, binding=binding, options=options, short=short, bans=bans)
 
 
 def _told(problem: AllocationProblem) -> list[tuple[str, str, str]]:
@@ -331,6 +348,66 @@ def _option_sentences(options: tuple[OptionCost, ...]) -> Iterator[str]:
             yield f"{name} costs {least}{option.saving_usd_per_hour:.2f} USD/h."
         else:
             yield f"{name} costs nothing now."
+
+
+# -- what doing without something would cost -------------------------------------------------------------------------
+
+
+def _bans(prober: _Prober) -> Iterator[tuple[str, AllocationProblem | None]]:
+    """Each region, then every runtime but vLLM; None where the plan does without it already, which costs nothing."""
+    problem, used = prober.problem, np.array(prober.report.used)
+    if len(problem.regions) > 1:
+        for r, region in enumerate(problem.regions):
+            zones = [z for z, zone in enumerate(problem.zones) if zone.region == r]
+            taken = bool((used[zones] > 0).any())
+            yield f"region {region}", _without_zones(problem, zones) if taken else None
+    if problem.options.allowed_runtimes is None:
+        hybrid = any(template.runtime is not Runtime.VLLM for template in prober.plan.templates)
+        options = replace(problem.options, allowed_runtimes=(Runtime.VLLM,))
+        yield "runtimes other than vllm", replace(problem, options=options) if hybrid else None
+
+
+def _without_zones(problem: AllocationProblem, zones: list[int]) -> AllocationProblem:
+    available = problem.available_nodes.copy()
+    available[zones] = 0
+    return replace(problem, available_nodes=available)
+
+
+def _ban_costs(prober: _Prober) -> Iterator[BanCost]:
+    for text, changed in _bans(prober):
+        if changed is None:
+            yield BanCost(ban=text, cost_usd_per_hour=0.0, loses_requests_per_s=0.0, exact=True)
+            continue
+        if not prober.has_time():
+            continue
+        try:
+            probe = prober.probe(changed)
+        except Infeasible:  # paper mode: no plan at all without it
+            yield BanCost(ban=text, cost_usd_per_hour=0.0, loses_requests_per_s=_required(prober.problem), exact=False)
+            continue
+        yield BanCost(
+            ban=text,
+            cost_usd_per_hour=probe.money - prober.money,
+            loses_requests_per_s=max(0.0, probe.unserved - prober.unserved),
+            exact=probe.exact,
+        )
+
+
+def _required(problem: AllocationProblem) -> float:
+    return float(problem.required_requests_per_s.sum())
+
+
+def _ban_sentences(bans: tuple[BanCost, ...]) -> Iterator[str]:
+    """What costs nothing is named together, to keep it short."""
+    free = [one.ban for one in bans if one.loses_requests_per_s <= 0 and one.cost_usd_per_hour <= NOTHING]
+    if free:
+        yield f"Doing without these would cost nothing: {', '.join(free)}."
+    for one in bans:
+        most = "" if one.exact else "at most "
+        if one.loses_requests_per_s > 0:
+            yield f"Without {one.ban}, {most}{one.loses_requests_per_s:.3g} requests/s more would go unserved."
+        elif one.cost_usd_per_hour > NOTHING:
+            yield f"Without {one.ban} the plan would cost {most}{one.cost_usd_per_hour:.2f} USD/h more."
 
 
 # -- shortage --------------------------------------------------------------------------------------------------------

@@ -82,10 +82,14 @@ class State:
     trace: list[tuple[float, float, float]] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 
+    def record(self) -> None:
+        """Add where the search stands to the trace."""
+        self.trace.append((time.process_time(), self.objective, self.bound))
+
     def note(self, step: str) -> None:
         """Add a line on where the search stands."""
         elapsed = time.monotonic() - self.begun
-        self.trace.append((time.process_time(), self.objective, self.bound))
+        self.record()
         self.log.append(f"{elapsed:8.3f} s  plan {self.objective:.6g}  bound {self.bound:.6g}  {step}")
 
 
@@ -139,6 +143,7 @@ class Search:
         total = money + shortage
         if total < self.state.objective - TIE_TOLERANCE * max(1.0, abs(total)):
             self.state.values, self.state.objective = values.copy(), total
+            self.state.record()
             if self.on_better is not None:
                 self.on_better(self)
             return True
@@ -386,8 +391,8 @@ class Search:
         """Give a search over ``rows`` alone what is known so far; better plans of it come back at once."""
         inner.tracked, inner.ceiling = self.tracked, min(self.ceiling, self.state.objective)
         inner.state.log, inner.state.trace = self.state.log, self.state.trace
-        inner.offer(self.state.values[rows])
         inner.state.bound = self.state.bound
+        inner.offer(self.state.values[rows])
         inner.first_duals = self._best_duals()
         place = np.full(len(self.columns), -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))

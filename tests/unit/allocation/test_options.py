@@ -243,3 +243,24 @@ def test_bad_options_are_refused(field, value):
     """Options check themselves and name the field."""
     with pytest.raises(ValidationFailed, match=field):
         AllocationOptions(**{field: value})
+
+
+def test_ban_of_a_region_is_costed(two_regions):
+    """Without the cheap region four instances cost 12 instead of 4; without the unused one the plan is the same."""
+    _, text = solved(two_regions, startup_factor=0.0)
+    assert f"Without region {EAST} the plan would cost 8.00 USD/h more." in text
+    assert f"would cost nothing: region {WEST}, runtimes other than vllm." in text
+
+
+def test_ban_that_loses_load_is_told(two_regions):
+    """Where the west has two nodes only, two of four requests/s are lost without the east."""
+    two_regions.availability = [row for row in two_regions.availability if row.region != WEST]
+    _, text = solved(two_regions.pool(WEST, "L4x1", None, 2))
+    assert f"Without region {EAST}, 2 requests/s more would go unserved." in text
+
+
+def test_vllm_only_is_costed(world):
+    """One hybrid instance of 2 on one node against two vLLM instances of 1: 1 USD more."""
+    world.template("m", "a", {"L4x1": 1}, 1.0).template("m", "a", {"A10x1": 1}, 2.0, Runtime.HYBRID).ask("m", 2.0)
+    _, text = solved(world.pool(EAST, "L4x1", 1.0, 9).pool(EAST, "A10x1", 1.0, 9), startup_factor=0.0)
+    assert "Without runtimes other than vllm the plan would cost 1.00 USD/h more." in text
