@@ -97,14 +97,14 @@ def status(
         raise NotConverged(f"no answer from {', '.join(seen.unreachable)}")
 
 
-def _show_nodes(seen: Observation, *, every: bool) -> None:
+def _show_nodes(seen: Any, *, every: bool) -> None:
     """One row for each node; of the empty ones without a note only their number unless ``every``."""
     table = Table("node", "state", "instance", "in flight", "note")
     table.columns[0].overflow = table.columns[2].overflow = "fold"  # a cut name is of no use
     num_empty = 0
     for name, one in sorted(seen.nodes.items()):
         note = one.excluded or one.detail
-        if one.state is EngineState.EMPTY and not note and not every:
+        if one.state.value == "empty" and not note and not every:
             num_empty += 1
             continue
         instance = one.spec.instance if one.spec is not None else ""

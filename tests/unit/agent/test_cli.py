@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from coral_tasks.agent.keys import KeyExists
 from coral_tasks.cli import app
+from coral_tasks.dispatch.observation import build_observation
 from coral_tasks.domain.errors import UnknownName, ValidationFailed
+from coral_tasks.domain.market import Market
+from coral_tasks.protocol.messages import NodeReport, Report, SlotState
+from coral_tasks.tasks import dispatching
 
 
 def run(*words: str) -> str:
@@ -54,3 +59,25 @@ def test_mistakes_are_expected_outcomes(tmp_path: Path, words: tuple[str, ...], 
     run("keys", "make", "n1", "--keys", str(tmp_path))
     with pytest.raises(error, match=message):
         run(*words, "--keys", str(tmp_path))
+
+
+def test_status_lists_what_runs_and_counts_what_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two empty nodes of three are a number, with --all rows; an excluded one is shown with its reason."""
+    idle = NodeReport(
+        node="n1",
+        region="aws/us-east-2",
+        configuration="L4x1",
+        market=Market.ON_DEMAND,
+        engine="simulated",
+        address="127.0.0.1",
+        master_port=1,
+        state=SlotState.EMPTY,
+    )
+    nodes = (idle, replace(idle, node="n2"), replace(idle, node="n3", excluded="disk full"))
+    report = Report(request="r", agent="a", incarnation="i", epoch=1, round=1, accepted=True, nodes=nodes)
+    monkeypatch.setattr(dispatching, "observe", lambda *_, **__: build_observation({"a": report}, ["a"]))
+    short = run("status")
+    assert "disk full" in short
+    assert "n1" not in short
+    assert "2 of 3 nodes are empty" in short
+    assert "n1" in run("status", "--all")
