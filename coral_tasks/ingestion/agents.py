@@ -7,15 +7,18 @@ would rent is not known here, and unknown is not zero.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.domain.fleet import Node
 from coral_tasks.domain.market import NodeAvailability
 from coral_tasks.ingestion.batch import SourceBatch, batch_of
-from coral_tasks.ingestion.rows import availability_table
+from coral_tasks.ingestion.rows import availability_rows, availability_table
+from data_contracts.contract import GateContext
+from data_contracts.gate import check_table
+from data_contracts.registry import contract_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +63,41 @@ def count_nodes(nodes: Iterable[Node], observed_at: datetime) -> list[NodeAvaila
 
 def merge_availability(*sources: Iterable[NodeAvailability]) -> list[NodeAvailability]:
     """Largest figure of each pool: what one source does not see another may; held nodes count as available."""
+    return _merge(sources, lambda new, old: new.available_nodes > old.available_nodes)
+
+
+def _merge(
+    sources: Iterable[Iterable[NodeAvailability]], better: Callable[[NodeAvailability, NodeAvailability], bool]
+) -> list[NodeAvailability]:
     best: dict[tuple[str, str, str], NodeAvailability] = {}
-    for rows in sources:
-        for row in rows:
-            key = (row.region, row.configuration, row.market.value)
-            if key not in best or row.available_nodes > best[key].available_nodes:
-                best[key] = row
+    for row in (row for rows in sources for row in rows):
+        key = (row.region, row.configuration, row.market.value)
+        if key not in best or better(row, best[key]):
+            best[key] = row
     return [best[key] for key in sorted(best)]
+
+
+def merged_batch(stated: Sequence[SourceBatch], held: Sequence[SourceBatch], context: GateContext) -> SourceBatch:
+    """One availability batch of several. Each pool: the lowest of the ``stated`` figures, at least what is ``held``.
+
+    A quota and a stock list are both ceilings, so the lower one holds. A part that the gate would refuse is passed on
+    as it came, so that its own violations are reported and none is merged away.
+    """
+    tables: list[list[tuple[NodeAvailability, ...]]] = [[], []]
+    for place, batch in [*((0, one) for one in stated), *((1, one) for one in held)]:
+        # what was accepted last came from the merge, so a part is not held against it
+        outcome = check_table(contract_of("availability"), batch.raw(), replace(context, previous=None))
+        if outcome.table is None:
+            return batch
+        tables[place].append(availability_rows(outcome.table))
+    lowest = _merge(tables[0], lambda new, old: new.available_nodes < old.available_nodes)
+    parts = [*stated, *held]
+    return batch_of(
+        "availability",
+        availability_table(merge_availability(lowest, *tables[1]), "merged"),
+        source=" + ".join(one.source for one in parts),
+        observed_at=min(one.observed_at for one in parts),
+        expected=sum(1 if one.expected is None else one.expected for one in parts),
+        received=sum(1 if one.received is None else one.received for one in parts),
+        notes=tuple(f"{one.source}: {note}" for one in parts for note in one.notes),
+    )

@@ -7,24 +7,29 @@ Example::
      "availability": {"kind": "s3", "bucket": "plans", "prefix": "availability/", "region": "us-east-2"},
      "running": {"kind": "folder", "path": "/var/lib/coral/inputs"}}
 
-Kinds: demo, file, folder, s3, prometheus (demand), aws (prices, availability). A table that is not named comes from the
-drop folder if it holds a file of it, else from the demo data. Credentials are boto3's own matter.
+Kinds: demo, file, folder, s3, prometheus (demand), aws (prices, availability), agents and merged (availability). A
+table that is not named comes from the drop folder if it holds a file of it, else from the demo data. Credentials are
+boto3's own matter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
+from coral_tasks.domain.errors import SourceFault, StorageFault, ValidationFailed, Violation
 from coral_tasks.settings import Settings
 
 if TYPE_CHECKING:
+    from coral_tasks.dispatch.observation import Observation
     from coral_tasks.ingestion.aws import MachineOffer
-    from coral_tasks.ingestion.batch import Source
-    from coral_tasks.ingestion.prometheus import MetricsTarget
+    from coral_tasks.ingestion.batch import Source, SourceBatch
+    from coral_tasks.ingestion.prometheus import MetricsTarget, PrometheusSource
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TABLES: Final = ("demand", "prices", "availability", "running")
@@ -75,7 +80,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Prometheus(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="prometheus"):
-    """vLLM's metrics. ``targets``: engines, unless the caller passes those that run."""
+    """vLLM's metrics. ``targets``: engines; empty: those that the node agents say run, asked at each fetch."""
 
     address: str
     targets: tuple[Target, ...] = ()
@@ -90,7 +95,17 @@ class Aws(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fiel
     endpoint_url: str | None = None
 
 
-SourceConfig = Demo | File | Folder | S3 | Prometheus | Aws
+class Agents(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="agents"):
+    """Nodes that node agents answer for."""
+
+
+class Merged(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="merged"):
+    """Several sources of one table: the lowest of the stated figures, and at least what agents hold."""
+
+    sources: Annotated[tuple[Demo | File | Folder | S3 | Aws | Agents, ...], msgspec.Meta(min_length=1)]
+
+
+SourceConfig = Demo | File | Folder | S3 | Prometheus | Aws | Agents | Merged
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +113,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     demand: Demo | File | Folder | S3 | Prometheus | None = None
     prices: Demo | File | Folder | S3 | Aws | None = None
-    availability: Demo | File | Folder | S3 | Aws | None = None
+    availability: Demo | File | Folder | S3 | Aws | Agents | Merged | None = None
     running: Demo | File | Folder | S3 | None = None
 
 
@@ -138,6 +153,24 @@ def configured_source(
 
 
 def _plain(settings: Settings, table: str, config: SourceConfig, targets: tuple[MetricsTarget, ...]) -> Source:
+    match config:
+        case Prometheus():
+            return _prometheus(settings, config, targets)
+        case Aws():
+            return _aws(settings, table, config)
+        case Agents():
+            return _inventory(settings)
+        case Merged():
+            return _merged(settings, table, config)
+        case Demo():
+            from coral_tasks.tasks.inputs import demo_source
+
+            return demo_source(settings, table)
+        case _:
+            return _files(table, config)
+
+
+def _files(table: str, config: File | Folder | S3) -> Source:
     from coral_tasks.ingestion.files import FileSource, FolderSource, S3PrefixSource
 
     match config:
@@ -148,14 +181,6 @@ def _plain(settings: Settings, table: str, config: SourceConfig, targets: tuple[
         case S3(bucket=bucket, prefix=prefix):
             client = _client(config.endpoint_url, "s3", config.region)
             return S3PrefixSource(table=table, bucket=bucket, prefix=prefix, client=client)
-        case Prometheus():
-            return _prometheus(settings, config, targets)
-        case Aws():
-            return _aws(settings, table, config)
-        case Demo():
-            from coral_tasks.tasks.inputs import demo_source
-
-            return demo_source(settings, table)
 
 
 def _client(endpoint_url: str | None, service: str, region: str) -> Any:
@@ -170,17 +195,84 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
     from coral_tasks.ingestion.prometheus import MetricsTarget, PrometheusSource
 
     models = load_catalog().setup(settings.setup).models
-    named = tuple(
+    named = targets or tuple(
         MetricsTarget(instance=one.instance, model=ModelId(one.model), phase=Phase(one.phase)) for one in config.targets
     )
-    return PrometheusSource(
+    source = PrometheusSource(
         address=config.address,
-        targets=targets or named,
+        targets=named,
         model_names={one.model.hub_name: one.model.id for one in models},
         shapes={one.model.id: one.shape for one in models},
         interval_s=config.interval_s,
         num_intervals=config.num_intervals,
     )
+    has_agents = (settings.home / "agents.toml").is_file()
+    return source if named or not has_agents else _of_running(settings, source)
+
+
+def _of_running(settings: Settings, source: PrometheusSource) -> Source:
+    """``source`` asked for the engines that agents say run at that moment."""
+
+    def fetch(now: datetime) -> SourceBatch:
+        seen = _observe_all(settings)
+        return replace(source, targets=metrics_targets(seen))(now)
+
+    return fetch
+
+
+def _observe_all(settings: Settings) -> Observation:
+    """What agents say. Raises SourceFault unless all answered: engines of a silent agent would count as gone."""
+    from coral_tasks.tasks.dispatching import observe
+
+    seen = observe(settings.home / "agents.toml", settings.home / "keys")
+    if seen.unreachable:
+        message = f"no answer from agents {', '.join(seen.unreachable)}: which engines run there is unknown, not none"
+        raise SourceFault(message)
+    return seen
+
+
+def metrics_targets(seen: Observation) -> tuple[MetricsTarget, ...]:
+    """Engines that take or finish requests, named by host and port as Prometheus labels what it scrapes."""
+    from coral_tasks.domain.fleet import InstanceState
+    from coral_tasks.ingestion.prometheus import MetricsTarget
+
+    serving = (InstanceState.READY, InstanceState.DRAINING)
+    return tuple(
+        MetricsTarget(instance=address, model=one.model, phase=one.phase)
+        for one in seen.fleet.instances
+        if one.state in serving and (address := urlsplit(seen.endpoints.get(one.id, "")).netloc)
+    )
+
+
+def _inventory(settings: Settings) -> Source:
+    def fetch(now: datetime) -> SourceBatch:
+        from coral_tasks.ingestion.agents import InventorySource
+        from coral_tasks.tasks.dispatching import observe
+
+        seen = observe(settings.home / "agents.toml", settings.home / "keys")
+        answered = len({target.agent for target in seen.targets.values()})
+        return InventorySource(
+            nodes=seen.fleet.nodes,
+            observed_at=now,
+            num_agents=answered + len(seen.unreachable),
+            num_answered=answered,
+        )(now)
+
+    return fetch
+
+
+def _merged(settings: Settings, table: str, config: Merged) -> Source:
+    held = [_plain(settings, table, one, ()) for one in config.sources if isinstance(one, Agents)]
+    stated = [_plain(settings, table, one, ()) for one in config.sources if not isinstance(one, Agents)]
+
+    def fetch(now: datetime) -> SourceBatch:
+        from coral_tasks.ingestion.agents import merged_batch
+        from coral_tasks.tasks.inputs import gate_context
+
+        context = gate_context(settings, table, now)
+        return merged_batch([one(now) for one in stated], [one(now) for one in held], context)
+
+    return fetch
 
 
 def _aws(settings: Settings, table: str, config: Aws) -> Source:
