@@ -165,7 +165,7 @@ def serve(home: Path, *, port: int) -> int:
 
     Returns 0 after an interrupt, 3 if a component ended by itself.
     """
-    require_free_port(port, "Airflow's UI")
+    require_free_port(port, "Airflow's UI (CORAL_UI_PORT changes it)")
     migrate_database(home)
     logs = home / "airflow" / "service-logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,14 @@ def start_agents(home: Path, agents: Sequence[LocalAgent]) -> int:
     """
     from coral_tasks.dispatch.inventory import write_endpoints
     from coral_tasks.tasks.dispatching import make_missing_keys
+    from coral_tasks.tasks.local_airflow import require_free_port
 
+    missing = [agent for agent in agents if running_pid(agent.pid_file) is None]
+    for agent in missing:  # all before the first start, so that a taken port leaves nothing behind
+        require_free_port(agent.port, f"node agent {agent.name} (CORAL_FIRST_AGENT_PORT changes it)")
     keys = home / "keys"
     make_missing_keys(keys, [agent.name for agent in agents])
     write_endpoints(home / "agents.toml", {agent.name: f"tcp://{_LOOPBACK}:{agent.port}" for agent in agents})
-    missing = [agent for agent in agents if running_pid(agent.pid_file) is None]
     for agent in missing:
         _start(agent, keys)
     _wait_until_all_answer(home, agents, keys)
@@ -106,9 +109,6 @@ def running_pid(pid_file: Path) -> int | None:
 
 
 def _start(agent: LocalAgent, keys: Path) -> None:
-    from coral_tasks.tasks.local_airflow import require_free_port
-
-    require_free_port(agent.port, f"node agent {agent.name}")
     agent.folder.mkdir(parents=True, exist_ok=True)
     config = agent.folder / "agent.toml"
     _replace(config, _toml(agent, keys))
