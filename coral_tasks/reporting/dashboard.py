@@ -274,8 +274,8 @@ def _plan_section(plan: Values | None) -> str:
     status = proof["status"].replace("_", " ")
     items = [
         Figure(label="Cost", value=f"{proof['cost_usd_per_hour']:,.2f} USD/h"),
-        Figure(label="Proved within", value=f"{proof['gap']:.3%} of the optimum"),
-        Figure(label="Bound (cost and start-up)", value=f"{proof['bound_usd_per_hour']:,.2f} USD/h"),
+        Figure(label="Proved gap to optimum", value=f"{proof['gap']:.3%}"),
+        Figure(label="Bound, with start-up", value=f"{proof['bound_usd_per_hour']:,.2f} USD/h"),
         Figure(label="Start-up charge", value=f"{proof['startup_usd_per_hour']:,.2f} USD/h"),
         Figure(label="Instances", value=f"{sum(row['count'] for row in rows):,}"),
         Figure(label="Nodes", value=f"{sum(row['num_nodes'] for row in rows):,}"),
@@ -284,8 +284,7 @@ def _plan_section(plan: Values | None) -> str:
     shortage = "least shortage proved" if proof["shortage_proved"] else "least shortage not proved"
     certificate = (
         f"Certificate: {status}; no plan with the same shortage costs less than {proof['bound_usd_per_hour']:,.4f} "
-        f"USD/h; this one costs {proof['objective_usd_per_hour']:,.4f} with start-ups; {shortage}. "
-        "Recomputed without the solver before it was sent."
+        f"USD/h; this one costs {proof['objective_usd_per_hour']:,.4f} with start-ups; {shortage}; {found['check']}."
     )
     note = _warn(f"Prices and demand are not shown: {found['note']}") if found["note"] else ""
     return f'{figures(items)}<p class="dim">{escape(certificate)}</p>{note}'
@@ -362,9 +361,10 @@ def _cost_section(history: Sequence[Values]) -> str:
     last = history[-1]
     items = [
         Figure(label="Last run", value=f"{last['cost_usd_per_hour']:,.2f} USD/h"),
-        Figure(label="Least / most", value=f"{min(cost):,.2f} / {max(cost):,.2f}"),
+        Figure(label="Least", value=f"{min(cost):,.2f} USD/h"),
+        Figure(label="Most", value=f"{max(cost):,.2f} USD/h"),
         Figure(label="Runs shown", value=str(len(history))),
-        Figure(label="Runs with a shortage", value=str(sum(one["shortfall_requests_per_s"] > 0 for one in history))),
+        Figure(label="With a shortage", value=str(sum(one["shortfall_requests_per_s"] > 0 for one in history))),
     ]
     return figures(items) + chart
 

@@ -148,6 +148,12 @@ class _Dispatched(msgspec.Struct, frozen=True):
     shortage: tuple[NodeRequest, ...] = ()
 
 
+class _Checked(msgspec.Struct, frozen=True):
+    """``check.json``: what recomputing the plan without the solver found."""
+
+    violations: tuple[str, ...]
+
+
 class _Finding(msgspec.Struct, frozen=True):
     row: str
     value: str
@@ -434,7 +440,19 @@ def _plan_values(settings: Settings, plan: AllocationPlan | CoralError | None, r
         "templates": {name: _template_values(one) for name, one in sorted(templates.items())},
         "models": _model_values(plan, inputs.demand),
         "note": inputs.note,
+        "check": _check_words(settings.home / "runs" / run_id / "check.json") if run_id else "check not kept",
     }
+
+
+def _check_words(path: Path) -> str:
+    """What the independent check said of the plan."""
+    try:
+        found = _optional(path, _Checked)
+    except StorageFault as error:
+        return str(error)
+    if found is None:
+        return "not checked yet"
+    return "; ".join(found.violations) or "recomputed from its inputs without the solver, no difference found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,6 +174,7 @@ def make_run(home: Path, plan: AllocationPlan, fleet: Fleet, moment: datetime) -
     }
     files = {
         "run.json": pinned,
+        "check.json": {"violations": []},
         "dispatch.json": outcome,
         "explanation.json": explanation,
         "gate/prices.json": gate_report("prices", "accepted"),

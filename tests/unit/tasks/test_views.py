@@ -76,6 +76,25 @@ def test_the_overview_states_plan_costs_and_demand(tmp_path: Path) -> None:
     assert json.loads(json.dumps(seen)) == json.loads(json.dumps(seen, allow_nan=False))
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"violations": []}', "no difference found"),
+        ('{"violations": ["L4x1 over by 2"]}', "L4x1 over by 2"),
+        (None, "not checked yet"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_the_certificate_says_what_the_check_found(tmp_path: Path, content: str | None, words: str) -> None:
+    """The page claims that a plan was recomputed only where its run's check says so."""
+    make_home(tmp_path, Size(runs=1))
+    path = tmp_path / "runs" / run_id(NOW) / "check.json"
+    path.unlink() if content is None else path.write_text(content, encoding="utf-8")
+    page = dashboard.overview_page(views.overview(settings(tmp_path)))
+    assert words in page
+    assert ("no difference found" in page) == (words == "no difference found")
+
+
 def test_history_is_in_order_of_time(tmp_path: Path) -> None:
     """Sealed runs come oldest first, by the moment in their ids; an unsealed one is no part of it."""
     make_home(tmp_path)
