@@ -100,7 +100,7 @@ def measure(name: str, tables: list[ProfileTable], rho: float | None, split: Lat
     print(
         f"{name:14} {split.value:6} {solved:>9,} combinations, {positive:>9,} positive, {kept:>8,} kept (+{extra} vllm)"
         f"  {cpu:7.1f} CPU s (target {target}), {wall:7.1f} s wall, {cpu / solved * 1e6:5.1f} us each,"
-        f" peak {peak:.2f} GiB in one process",
+        f" peak {peak:.2f} GiB in one process, load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
 

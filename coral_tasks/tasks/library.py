@@ -44,6 +44,13 @@ class Publication:
     keep_versions: int = 10
     limits: RegressionLimits | None = None
 
+    def __post_init__(self) -> None:
+        from coral_tasks.domain.validation import Checks
+
+        checks = Checks("publication")
+        checks.require(self.keep_versions >= 1, "keep_versions must be at least 1", self.keep_versions)
+        checks.raise_if_any()
+
 
 def profile_tables(setup: str) -> tuple[ProfileTable, ...]:
     """Profile tables of a setup of the catalogue, from the best source there is."""

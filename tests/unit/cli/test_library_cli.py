@@ -125,12 +125,18 @@ def test_the_gate_refuses_from_the_command_line(run) -> None:
         ("--max-nodes", "0", "N_max must be"),
         ("--rho", "0", "rho must be"),
         ("--rho", "-3", "rho must be"),
+        ("--max-nodes", "9", "N_max must be"),
+        ("--rho", "nan", "rho must be"),
+        ("--processes", "0", "processes must be at least 1"),
+        ("--keep-versions", "0", "keep_versions must be at least 1"),
+        ("--keep-versions", "-1", "keep_versions must be at least 1"),
     ],
 )
-def test_wrong_options_are_refused(run, option: str, value: str, message: str) -> None:
+def test_wrong_options_are_refused(run, option: str, value: str, message: str, tmp_path: Path) -> None:
     """Options out of range are refused by name, before anything is written."""
     answer = run("build", option, value)
     assert message in str(answer.exception)
+    assert not (tmp_path / "library").exists()
 
 
 def test_an_unknown_word_is_wrong_usage(run) -> None:
