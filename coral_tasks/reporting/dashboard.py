@@ -118,12 +118,9 @@ def library_diff_page(values: Values) -> str:
     title = f"Library {values['before']} → {values['after']}"
     rows = [
         (
-            " ".join(one["name"]),
-            one["num_before"],
-            one["num_after"],
-            one["num_gained"],
-            one["num_lost"],
-            "; ".join(_shift_text(shift) for shift in one["shifts"]),
+            _cell(" ".join(one["name"])),
+            *(_number(one[name], 0) for name in ("num_before", "num_after", "num_gained", "num_lost")),
+            f'<td class="wrap">{"<br>".join(escape(_shift_text(shift)) for shift in one["shifts"])}</td>',
         )
         for one in values["sets"]
     ]
@@ -134,7 +131,7 @@ def library_diff_page(values: Values) -> str:
         if one[word]
     )
     columns = ("model, phase, limit", "before", "after", "gained", "lost", "throughput of what both have")
-    body = table(columns, rows) + named if rows else _none("Both versions hold the same templates.")
+    body = _raw_table(columns, rows) + named if rows else _none("Both versions hold the same templates.")
     return _document(title, f'<p><a href="./#library">All of Coral</a></p><h1>{escape(title)}</h1>{body}')
 
 
@@ -580,7 +577,7 @@ def _transition_section(transition: Values | None) -> str:
     tone = "good" if found["converged"] else "bad"
     line = (
         f'Epoch {found["epoch"]}, ended {_time(found["ended_at"])}: <span class="{tone}">fleet {done}</span> after '
-        f"{found['rounds']} rounds and {found['num_commands']} commands."
+        f"{found['num_commands']} commands in {found['rounds']} round{'' if found['rounds'] == 1 else 's'}."
     )
     notes = [
         *found["problems"],

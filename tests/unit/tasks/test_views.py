@@ -252,3 +252,25 @@ def test_links_lead_to_airflow_under_its_own_path(tmp_path: Path) -> None:
     page = dashboard.overview_page(views.overview(settings(tmp_path)), airflow="/airflow")
     wanted = "/airflow/dags/coral_allocation/runs/manual__2026-11-29T12%3A10%3A00%2B00%3A00_abcdefgh"
     assert any(attributes.get("href") == wanted for _, attributes in Tags(page).found)
+
+
+def test_changes_of_the_library_are_told_set_by_set() -> None:
+    """Counts, shifts of throughput and the names of what came and went are on the page, as text."""
+    shift = {"gpu_type": HOSTILE, "num_templates": 3, "median": 0.83, "smallest": 0.82, "largest": 0.84}
+    one = {
+        "name": (HOSTILE, "prefill", "900ms"),
+        "num_before": 8,
+        "num_after": 7,
+        "num_gained": 0,
+        "num_lost": 1,
+        "gained": (),
+        "lost": (HOSTILE,),
+        "shifts": (shift,),
+    }
+    page = dashboard.library_diff_page({"before": "a", "after": "b", "sets": [one]})
+    tags = Tags(page)
+    assert not tags.open
+    assert "img" not in {tag for tag, _ in tags.found}
+    assert "-17.0% in the median of 3 (-18.0% to -16.0%)" in page
+    same = dashboard.library_diff_page({"before": "a", "after": "b", "sets": []})
+    assert "Both versions hold the same templates" in same
