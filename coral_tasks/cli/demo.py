@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     stop: Annotated[bool, typer.Option("--stop", help="End the local node agents and their engines.")] = False,
     as_of: Annotated[
-        datetime | None, typer.Option("--as-of", help="Plan for this moment (UTC); default: noon today.")
+        datetime | None, typer.Option("--as-of", help="Plan for this moment (UTC); default: the last noon.")
     ] = None,
     as_json: _JSON = False,
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -88,8 +88,8 @@ def _agents(settings: Settings) -> tuple[LocalAgent, ...]:
 def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummary:
     """Run both DAGs to their end.
 
-    ``as_of``: default noon (UTC) today, or the moment of the plan in force if that is later, so that a second run has
-    the same inputs: the gate refuses batches older than those it accepted last. Raises Unavailable while another run
+    ``as_of``: default the last noon (UTC), or the moment of the plan in force if that is later, so that a second run
+    has the same inputs: the gate refuses batches older than those it accepted last. Raises Unavailable while another run
     works in the same home; CoralFault, or RunRefused for an expected "no", if a DAG run did not succeed.
     """
     _agents(settings)  # a wrong setup is said before anything is written
@@ -110,11 +110,18 @@ def _run_demo(settings: Settings, as_of: datetime | None) -> DemoSummary:
 
 
 def _default_moment(settings: Settings) -> datetime:
-    noon = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
+    """Never ahead of the clock: scheduled runs that follow would be refused as stepping back."""
+    noon = last_noon(datetime.now(UTC))
     current = settings.home / "current" / "run.json"
     if not current.is_file():
         return noon
     return max(noon, datetime.fromisoformat(json.loads(current.read_bytes())["as_of"]))
+
+
+def last_noon(now: datetime) -> datetime:
+    """The newest 12:00 UTC that is not after ``now``."""
+    noon = now.replace(hour=12, minute=0, second=0, microsecond=0)
+    return noon if noon <= now else noon - timedelta(days=1)
 
 
 def _require_success(settings: Settings, outcome: DagOutcome) -> None:
