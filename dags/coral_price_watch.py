@@ -20,6 +20,8 @@ from coral_airflow.policy import DEFAULT_ARGS, PRICE_CHANGE, START
     start_date=START,
     catchup=False,
     max_active_runs=1,
+    # Each check loads the gate's library, a few CPU-seconds a minute: a person turns it on where prices come live.
+    is_paused_upon_creation=True,
     # The next check comes in a minute: nothing is gained by retries.
     default_args=DEFAULT_ARGS | {"execution_timeout": timedelta(minutes=5), "retries": 0},
     tags=["coral"],

@@ -89,8 +89,8 @@ def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummar
     """Run both DAGs to their end.
 
     ``as_of``: default the last noon (UTC), or the moment of the plan in force if that is later, so that a second run
-    has the same inputs: the gate refuses batches older than those it accepted last. Raises Unavailable while another run
-    works in the same home; CoralFault, or RunRefused for an expected "no", if a DAG run did not succeed.
+    has the same inputs: the gate refuses batches older than those it accepted last. Raises Unavailable while another
+    run works in the same home; CoralFault, or RunRefused for an expected "no", if a DAG run did not succeed.
     """
     _agents(settings)  # a wrong setup is said before anything is written
     require_writable(settings.home)

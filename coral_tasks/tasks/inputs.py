@@ -416,9 +416,10 @@ def _summary(reports: Sequence[GateReport], quarantined: Mapping[str, str], page
 
 
 def violations_of(report: GateReport) -> list[Violation]:
-    """Critical findings as the domain's violations."""
+    """Critical findings as the domain's violations; the table goes with its source, a file's name most often."""
+    where = f" ({report.source})" if report.source else ""
     return [
-        Violation(table=one.table, row=one.row, value=one.value, rule=one.text)
+        Violation(table=f"{one.table}{where}", row=one.row, value=one.value, rule=one.text)
         for one in report.findings
         if one.severity.value == "critical"
     ]

@@ -264,7 +264,7 @@ def _close_names(sets: Sequence[TemplateSet], wanted: str) -> list[str]:
 
     prefix = wanted.partition("/")[0]
     names = [str(name) for one in sets for name in one.ids if name.startswith(prefix)]
-    names = names or [str(one.model) for one in sets]
+    names = names or sorted({str(one.model) for one in sets})
     return get_close_matches(wanted, names, n=5, cutoff=0.0)
 
 

@@ -74,7 +74,7 @@ def test_a_bad_batch_is_quarantined_and_the_last_good_one_stays(settings: Settin
     drop(settings, "demand.csv", text)
     summary = fetch_and_gate(settings, "r2")
     assert summary.verdicts["demand"] == "quarantined"
-    with pytest.raises(ValidationFailed, match=r"demand, row 1 \(phi-4-14b.*found NaN"):
+    with pytest.raises(ValidationFailed, match=r"demand \(.*demand\.csv\), row 1 \(phi-4-14b.*found NaN"):
         summary.require()
     with pytest.raises(StorageFault, match="accepted"):
         load_inputs(settings, "r2")
