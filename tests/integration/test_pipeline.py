@@ -223,7 +223,7 @@ def test_a_taken_agent_port_is_named(home, monkeypatch) -> None:
     """The message names the port and whose it was to be."""
     first = _free_range(1600)
     monkeypatch.setenv("CORAL_FIRST_AGENT_PORT", str(first))
-    told = f"port {first} on 127.0.0.1, for node agent local-1, is in use"
+    told = rf"port {first} on 127.0.0.1, for node agent local-1 \(CORAL_FIRST_AGENT_PORT changes it\), is in use"
     with socket.create_server(("127.0.0.1", first)), pytest.raises(Unavailable, match=told):
         demo.ensure_agents(Settings())
     assert local_fleet.stop_agents(home) == 0
