@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -38,6 +38,12 @@ class Settings(BaseSettings):
     )
     ui_port: int = Field(default=8080, ge=1024, le=65535, description="Port of Airflow's UI, on loopback.")
     seed: int = Field(default=0, description="Seed of everything random.")
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        """Children (Airflow, agents) may work in another folder, so a relative home is taken from here, once."""
+        return home.absolute()
 
     @property
     def startup_factor(self) -> float:
