@@ -41,7 +41,8 @@ class FileSource:
 class FolderSource:
     """Newest file of a drop folder whose name starts with the table's name (``demand*.csv``, ``demand*.parquet``).
 
-    Newest by modification time, then by name.
+    Newest by modification time, then by name. One that cannot be read (a folder, a broken link) is an error: an older
+    file in its place would be a silent guess.
     """
 
     table: str
@@ -52,7 +53,7 @@ class FolderSource:
         del now
         try:
             names = [path for path in self.folder.iterdir() if self._wanted(path)]
-            newest = max(names, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+            newest = max(names, key=lambda path: (path.lstat().st_mtime_ns, path.name), default=None)
         except OSError as error:
             message = f"{self.table}: drop folder {self.folder} cannot be read: {error.strerror or error}"
             raise SourceFault(message) from error
@@ -62,7 +63,7 @@ class FolderSource:
         return _read(self.table, newest)
 
     def _wanted(self, path: Path) -> bool:
-        return path.name.startswith(self.table) and is_whole_name(path.name) and path.is_file()
+        return path.name.startswith(self.table) and is_whole_name(path.name)
 
 
 def _read(table: str, path: Path) -> SourceBatch:

@@ -325,7 +325,7 @@ def publish(run_id: str) -> dict[str, Any]:
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
     plan = planning.read_plan(run.path(_PLAN))
-    sentences = _explain(run, plan)
+    sentences = _explain(run)
     _write_report(settings, run, plan, sentences)
     dispatched = run.get_json(_DISPATCH)
     if "skipped" not in dispatched:
@@ -341,12 +341,11 @@ def publish(run_id: str) -> dict[str, Any]:
     }
 
 
-def _explain(run: Run, plan: AllocationPlan) -> Sequence[str]:
+def _explain(run: Run) -> Sequence[str]:
     import msgspec
 
     explanation = planning.explain_file(run.path(_PLAN), time_limit_s=EXPLAIN_S)
     run.put("explanation.json", msgspec.json.format(msgspec.json.encode(explanation), indent=1), replace=True)
-    del plan
     return explanation.sentences
 
 

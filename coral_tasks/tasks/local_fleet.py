@@ -109,9 +109,11 @@ def running_pid(pid_file: Path) -> int | None:
 
 
 def _start(agent: LocalAgent, keys: Path) -> None:
+    from coral_tasks.storage.runs import write_whole
+
     agent.folder.mkdir(parents=True, exist_ok=True)
     config = agent.folder / "agent.toml"
-    _replace(config, _toml(agent, keys))
+    write_whole(config, _toml(agent, keys).encode())
     log = str(agent.folder / "agent.log")
     # Not subprocess: the agent outlives this process on purpose, so there is nothing to wait for.
     pid = os.posix_spawn(
@@ -125,7 +127,7 @@ def _start(agent: LocalAgent, keys: Path) -> None:
         ],
         setsid=True,
     )
-    _replace(agent.pid_file, str(pid))
+    write_whole(agent.pid_file, str(pid).encode())
 
 
 def _wait_until_all_answer(home: Path, agents: Sequence[LocalAgent], keys: Path) -> None:
@@ -171,9 +173,3 @@ def _toml(agent: LocalAgent, keys: Path) -> str:
         lines += ["", "[[nodes]]", f"id = {json.dumps(node.id)}", f"region = {json.dumps(node.region)}"]
         lines += [f"configuration = {json.dumps(node.configuration)}", f"market = {json.dumps(node.market.value)}"]
     return "\n".join(lines) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from coral_tasks.domain.errors import StorageFault, Unavailable, UnknownName, ValidationFailed
+from coral_tasks.domain.errors import SourceFault, StorageFault, Unavailable, UnknownName, ValidationFailed
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import allocation, demo, dispatching, inputs, local_fleet, nightly
 from coral_tasks.tasks.planning import read_plan
@@ -175,10 +175,16 @@ def test_bad_input_stops_the_run_before_anything_is_planned(home, kind) -> None:
     assert not (home / "current" / "plan.json").exists()
 
 
-def test_an_unreadable_input_file_is_named(home) -> None:
-    """A file that is a folder cannot be read; the message names it."""
-    (home / "inputs" / "demand.csv").mkdir(parents=True)
-    with pytest.raises((StorageFault, ValidationFailed, Exception), match=r"demand"):
+@pytest.mark.parametrize("kind", ["folder", "broken link"])
+def test_an_unreadable_input_file_is_named(home, kind) -> None:
+    """A file that cannot be read stops the run; the message names it."""
+    (home / "inputs").mkdir()
+    path = home / "inputs" / "demand.csv"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(home / "nowhere.csv")
+    with pytest.raises(SourceFault, match=r"demand: .*inputs/demand\.csv cannot be read"):
         _allocate("unreadable")
     assert not (home / "runs" / "unreadable" / "plan").exists()
 
