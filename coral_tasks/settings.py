@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
+import os
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_OTHER_NAMES: Final = frozenset(
+    {"CORAL_AGENT_STATE", "CORAL_LAUNCH", "CORAL_REGENERATE_GOLDEN", "CORAL_SCREENSHOTS"},
+)
+"""Variables of the same prefix that are no settings: marks on engine processes, and switches of the tests."""
 
 
 class Settings(BaseSettings):
@@ -17,7 +27,29 @@ class Settings(BaseSettings):
     home: Path = Field(default=Path(".coral"), description="Folder for everything the pipeline writes.")
     library: str = Field(default="", description="Template library: folder or s3://bucket/prefix; empty: HOME/library.")
     setup: str = Field(default="core", description="Name of the catalogue's setup: models, configurations, regions.")
-    mode: Literal["advisory", "auto"] = Field(default="auto", description="advisory plans only; auto dispatches.")
+    mode: Literal["advisory", "approve", "auto"] = Field(
+        default="auto", description="advisory plans only; approve asks a person beyond the limits; auto dispatches."
+    )
+    approval_cost_change: float = Field(
+        default=0.2,
+        ge=0,
+        description="Mode approve: relative change of cost, at today's prices, that needs a person.",
+    )
+    approval_fleet_change: float = Field(
+        default=0.3, ge=0, description="Mode approve: nodes started or stopped, relative to those in use, likewise."
+    )
+    approval_timeout_s: float = Field(
+        default=1800.0, gt=0, description="Time for an answer, plan_max_age_s at most; without one nothing changes."
+    )
+    approval_drift: float = Field(
+        default=0.1,
+        ge=0,
+        description="Relative change of a used price or of a model's demand since planning that voids an approval.",
+    )
+    plan_max_age_s: float = Field(
+        default=3600.0, gt=0, description="Age of a run at which its plan is not dispatched any more."
+    )
+    keep_runs: int = Field(default=600, ge=1, description="Run folders, dispatch results and task logs to keep.")
     adjustment_interval_s: float = Field(default=300.0, gt=0, description="Time between two allocation runs.")
     startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")
     headroom: float = Field(default=0.9, gt=0, le=1, description="Share of capacity that demand may use.")
@@ -33,6 +65,12 @@ class Settings(BaseSettings):
     measurement_timeout_s: float = Field(
         default=1200.0, gt=0, le=6000, description="Limit of measuring one model on one node."
     )
+    measurement_slots: int = Field(
+        default=1, ge=1, description="Measurements at once on one GPU type: slots of its pool when it is made."
+    )
+    gpu_queues: bool = Field(
+        default=False, description="Measuring tasks go to the queue gpu-<GPU type> instead of the default one."
+    )
     first_agent_port: int = Field(
         default=23000, ge=1024, le=60000, description="First of the ports of the demo's local node agents."
     )
@@ -45,7 +83,40 @@ class Settings(BaseSettings):
         """Children (Airflow, agents) may work in another folder, so a relative home is taken from here, once."""
         return home.absolute()
 
+    @model_validator(mode="after")
+    def _known_names(self) -> Self:
+        """Names that are no settings are told once: a mistyped one has no effect, which nobody would notice."""
+        _warn_once(tuple(sorted(os.environ)))
+        return self
+
     @property
     def startup_factor(self) -> float:
         """K of the allocation program: start-up time over adjustment interval."""
         return self.startup_s / self.adjustment_interval_s
+
+
+def unknown_settings(names: Iterable[str]) -> list[str]:
+    """A sentence for each ``CORAL_`` name that is no setting, with the nearest one that is."""
+    known = {f"CORAL_{field.upper()}" for field in Settings.model_fields}
+    given = {name for name in names if name.upper().startswith("CORAL_")}
+    return [
+        f"{name} is no setting of Coral and has no effect{_nearest(name.upper(), known)}"
+        for name in sorted(given)
+        if name.upper() not in known | _OTHER_NAMES
+    ]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+@lru_cache(maxsize=8)
+def _warn_once(names: tuple[str, ...]) -> None:
+    for sentence in unknown_settings(names):
+        logging.getLogger("coral").warning(sentence)
+
+
+def gpu_queues() -> bool:
+    """The one setting that DAG files read: alone, so that a mistake in another does not hide every DAG."""
+    return TypeAdapter(bool).validate_python(os.environ.get("CORAL_GPU_QUEUES", "0"))
