@@ -107,8 +107,10 @@ def unknown_settings(names: Iterable[str]) -> list[str]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    """Compared without the prefix, which makes any two names look alike."""
+    endings = sorted(one.removeprefix("CORAL_") for one in known)
+    found = difflib.get_close_matches(name.removeprefix("CORAL_"), endings, n=1, cutoff=0.6)
+    return f"; did you mean CORAL_{found[0]}?" if found else ""
 
 
 @lru_cache(maxsize=8)
