@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coral_tasks.domain.errors import CoralFault, Unavailable
+from coral_tasks.tasks.processes import ChildGroups
 
 PROJECT = Path(__file__).resolve().parents[2]
 """The checkout: DAGs and plugins lie in it."""
@@ -171,51 +172,23 @@ def serve(home: Path, *, port: int) -> int:
     logs = home / "airflow" / "service-logs"
     logs.mkdir(parents=True, exist_ok=True)
     environment = airflow_environment(home, port=port)
-    children = {
-        name: _start(
-            words if name != "api-server" else (*words, "--port", str(port)), logs / f"{name}.log", environment
-        )
-        for name, words in _COMPONENTS.items()
-    }
     # SIGTERM like Ctrl-C: both must end the children, which Airflow's own standalone leaves behind.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        return _watch(children, logs)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        _end_groups(list(children.values()))
+    with ChildGroups() as children:
+        for name, words in _COMPONENTS.items():
+            arguments = (*words, "--port", str(port)) if name == "api-server" else words
+            children.start(name, [_program("airflow"), *arguments], log=logs / f"{name}.log", environment=environment)
+        try:
+            return _watch(children, logs)
+        except KeyboardInterrupt:
+            return 0
 
 
-def _start(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("ab") as sink:
-        return subprocess.Popen(  # noqa: S603
-            [_program("airflow"), *words],
-            env=environment,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _watch(children: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> int:
+def _watch(children: ChildGroups, logs: Path) -> int:
     while True:
-        for name, child in children.items():
-            if child.poll() is not None:
-                sys.stderr.write(f"coral: {name} ended with {child.returncode}; see {logs / name}.log\n")
-                return 3
+        ended = children.ended()
+        if ended is not None:
+            name, status = ended
+            sys.stderr.write(f"coral: {name} ended with {status}; see {logs / name}.log\n")
+            return 3
         time.sleep(0.5)
-
-
-def _end_groups(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the components and all they started: terminate the groups, kill what is left after ten seconds."""
-    for interrupt in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(interrupt, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
-    deadline = time.monotonic() + 10
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, sent)
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=max(0.1, deadline - time.monotonic()))
