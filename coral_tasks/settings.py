@@ -26,6 +26,10 @@ class Settings(BaseSettings):
 
     home: Path = Field(default=Path(".coral"), description="Folder for everything the pipeline writes.")
     library: str = Field(default="", description="Template library: folder or s3://bucket/prefix; empty: HOME/library.")
+    shared: str = Field(
+        default="",
+        description="s3://bucket/prefix where workers on several machines share runs, state and library; empty: HOME.",
+    )
     setup: str = Field(default="core", description="Name of the catalogue's setup: models, configurations, regions.")
     mode: Literal["advisory", "approve", "auto"] = Field(
         default="auto", description="advisory plans only; approve asks a person beyond the limits; auto dispatches."

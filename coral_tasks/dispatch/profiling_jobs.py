@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coral_tasks.dispatch.dispatcher import observe_links
-from coral_tasks.dispatch.epochs import EpochStore
+from coral_tasks.dispatch.epochs import Epochs
 from coral_tasks.dispatch.transport import AgentLinks
 from coral_tasks.domain.errors import EngineFault, Unavailable, UnknownName
 from coral_tasks.domain.names import NodeId
@@ -82,7 +82,7 @@ def run_profiling_job(
     endpoints: Mapping[str, str],
     keys: Path,
     *,
-    epochs: EpochStore,
+    epochs: Epochs,
     policy: JobPolicy | None = None,
     controller: str = "controller",
 ) -> str:
@@ -115,7 +115,7 @@ class _Talk:
 
     links: AgentLinks
     job: ProfilingJob
-    epochs: EpochStore
+    epochs: Epochs
     policy: JobPolicy
     agent: str = ""
 

@@ -28,11 +28,12 @@ LOCK_NAME: Final = ".lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object. ``modified``: UTC."""
+    """One stored object. ``modified``: UTC. ``token``: its state, "" where the listing does not say."""
 
     key: str
     size_bytes: int
     modified: datetime
+    token: str = ""
 
 
 class ObjectStore(ABC):
@@ -224,7 +225,8 @@ class S3Store(ObjectStore):
 
     def _info(self, entry: Any) -> ObjectInfo:
         key = str(entry["Key"])[len(self._prefix) :]
-        return ObjectInfo(key=key, size_bytes=int(entry["Size"]), modified=entry["LastModified"].astimezone(UTC))
+        modified, token = entry["LastModified"].astimezone(UTC), str(entry.get("ETag", ""))
+        return ObjectInfo(key=key, size_bytes=int(entry["Size"]), modified=modified, token=token)
 
     def delete(self, key: str) -> None:
         """One request."""

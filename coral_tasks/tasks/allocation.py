@@ -25,6 +25,7 @@ from coral_tasks.domain.errors import (
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import dispatching, inputs, planning
 from coral_tasks.tasks.nightly import library_address
+from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
     from coral_tasks.dispatch.observation import Observation
@@ -40,6 +41,7 @@ _DISPATCH: Final = "dispatch.json"
 _TRANSITION: Final = "report/transition.html"
 
 
+@shared()
 def open_run(run_id: str, params: Mapping[str, Any]) -> str:
     """Pin the moment, the mode and the library version of this run.
 
@@ -92,6 +94,7 @@ def _moment(text: str) -> datetime:
     raise ValidationFailed([Violation(table="parameters", row="as_of", value=repr(text), rule=rule)])
 
 
+@shared()
 def ingest(run_id: str, table: str) -> str:
     """Copy one input into the run's folder; the path of its record."""
     settings = Settings()
@@ -136,6 +139,7 @@ def _agents_source(settings: Settings) -> Source:
     return fetch
 
 
+@shared("current", "quarantine")
 def gate(run_id: str) -> str:
     """Check all inputs. Raises ValidationFailed with every violation: the plan in force stays, nothing is sent."""
     settings = Settings()
@@ -161,6 +165,7 @@ def _library_facts(run: Run) -> inputs.LibraryFacts:
     )
 
 
+@shared("current")
 def solve(run_id: str) -> str:
     """Solve the allocation program on the accepted inputs; the plan and how to recompute it lie in ``plan/``."""
     settings = Settings()
@@ -233,6 +238,7 @@ def _limited(row: NodeAvailability, owned: int) -> NodeAvailability:
     return replace(row, available_nodes=min(row.available_nodes, owned))
 
 
+@shared()
 def check(run_id: str) -> str:
     """Recompute the plan from its inputs without the solver. Raises PlanRejected on any difference."""
     from coral_tasks.allocation.check import check_plan
@@ -246,6 +252,7 @@ def check(run_id: str) -> str:
     return run_id
 
 
+@shared("dispatch", "routing")
 def dispatch(run_id: str) -> str:
     """Bring the agents to the plan and wait for them, unless the mode is advisory or there are no agents."""
     settings = Settings()
@@ -305,6 +312,7 @@ def _dispatch_options(settings: Settings, run: Run) -> Any:
     )
 
 
+@shared()
 def wait_converged(run_id: str) -> str:
     """Look once more, from outside: the observed fleet needs no step to be the plan. Raises CoralFault otherwise."""
     settings = Settings()
@@ -320,6 +328,7 @@ def wait_converged(run_id: str) -> str:
     return run_id
 
 
+@shared("current")
 def publish(run_id: str) -> dict[str, Any]:
     """Explain, write the report, make the plan the current one; what a person wants to know of the run."""
     settings = Settings()

@@ -82,19 +82,22 @@ def dispatch(
     options: DispatchOptions | None = None,
     provisioner: Provisioner | None = None,
     progress: Progress | None = None,
+    epoch: int | None = None,
 ) -> DispatchResult:
     """Bring the fleet to ``plan`` under a new epoch of the store in ``home``; routing goes to ``home/routing``.
 
-    The result is written to ``home/dispatch/<epoch>.json`` too.
+    ``epoch``: one that the caller took from that store itself. The result is written to ``home/dispatch/<epoch>.json``
+    too.
     """
     from coral_tasks.dispatch import dispatcher
-    from coral_tasks.dispatch.epochs import EpochStore
     from coral_tasks.dispatch.inventory import read_endpoints
+    from coral_tasks.tasks import sharing
 
     options = options or dispatcher.DispatchOptions()
     if options.routing_folder is None:
         options = replace(options, routing_folder=home / "routing")
-    epoch = EpochStore(path=home / "dispatch" / "epochs.sqlite").next_epoch(plan.id)
+    if epoch is None:
+        epoch = sharing.epochs(home / "dispatch" / "epochs.sqlite").next_epoch(plan.id)
     result = dispatcher.dispatch_plan(
         plan,
         read_endpoints(agents),

@@ -6,11 +6,14 @@ Owns ``runs/<run id>/failures/<task>.json``. Recording must never raise: it runs
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coral_tasks.domain.errors import CoralError, ExpectedOutcome
 from coral_tasks.settings import Settings
 from coral_tasks.tasks.inputs import run_store
+from coral_tasks.tasks.sharing import shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,12 @@ def record_failure(run_id: str, task: str, error: BaseException | None) -> None:
         "expected": isinstance(error, ExpectedOutcome),
     }
     with contextlib.suppress(CoralError, OSError):
-        run_store(Settings()).open(run_id).put_json(f"failures/{task}.json", failure, replace=True)
+        _keep(run_id, task, failure)
+
+
+@shared()
+def _keep(run_id: str, task: str, failure: Mapping[str, Any]) -> None:
+    run_store(Settings()).open(run_id).put_json(f"failures/{task}.json", failure, replace=True)
 
 
 def read_failures(run_id: str) -> tuple[Failure, ...]:

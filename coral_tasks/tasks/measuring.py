@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from coral_tasks.domain.content import content_digest
 from coral_tasks.domain.errors import EngineFault, StorageFault, Unavailable, UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.names import NodeId
-from coral_tasks.tasks import profiling
+from coral_tasks.tasks import profiling, sharing
 
 if TYPE_CHECKING:
     from coral_tasks.catalog import Setup, SetupModel
@@ -159,12 +159,11 @@ def measure(node: NodeId, request: str, *, fleet: Fleet, job_id: str, timeout_s:
     Raises Unavailable, UnknownName and EngineFault as ``dispatch.profiling_jobs`` does, EngineFault too if what came
     back is not what was asked for.
     """
-    from coral_tasks.dispatch.epochs import EpochStore
     from coral_tasks.dispatch.inventory import read_endpoints
     from coral_tasks.dispatch.profiling_jobs import ProfilingJob, run_profiling_job
 
     job = ProfilingJob(id=job_id, node=node, request=request, timeout_s=timeout_s)
-    text = run_profiling_job(job, read_endpoints(fleet.agents), fleet.keys, epochs=EpochStore(path=fleet.epochs))
+    text = run_profiling_job(job, read_endpoints(fleet.agents), fleet.keys, epochs=sharing.epochs(fleet.epochs))
     return _rows_asked_for(text, json.loads(request), f"job {job_id} on {node}")
 
 

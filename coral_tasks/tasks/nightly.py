@@ -14,6 +14,7 @@ from coral_tasks.domain.names import Phase
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import library
 from coral_tasks.tasks.inputs import run_store
+from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
     from coral_tasks.domain.profiles import ProfileTable
@@ -22,6 +23,7 @@ _MEASURE_S = 6000.0
 """Time for the jobs of one measuring task, below its limit of two hours."""
 
 
+@shared()
 def plan_profiling(run_id: str, params: Mapping[str, Any]) -> list[dict[str, str]]:
     """One item for each model of the setup. Raises Unavailable if there is none: an empty mapping would turn green."""
     from coral_tasks.catalog import load_catalog
@@ -35,6 +37,7 @@ def plan_profiling(run_id: str, params: Mapping[str, Any]) -> list[dict[str, str
     return [{"run": run_id, "setup": name, "model": str(one.model.id)} for one in setup.models]
 
 
+@shared("measurements")
 def plan_measurements(run_id: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One item for each node configuration that is due and has an idle node with real vLLM; often none.
 
@@ -63,6 +66,7 @@ def plan_measurements(run_id: str, params: Mapping[str, Any]) -> list[dict[str, 
     ]
 
 
+@shared("measurements")
 def measure(item: Mapping[str, Any]) -> list[str]:
     """Measure an item's models on its node; paths of the files written.
 
@@ -91,6 +95,7 @@ def measure(item: Mapping[str, Any]) -> list[str]:
     return result.files
 
 
+@shared("measurements")
 def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
     """Write the profile tables of one model; for each phase the item with phase and path.
 
@@ -124,6 +129,7 @@ def plan_templates(profiled: Sequence[Sequence[Mapping[str, str]]]) -> list[dict
     return items
 
 
+@shared()
 def build_templates(item: Mapping[str, str]) -> dict[str, str]:
     """Build the template set of one profile table, unless the library has it; the item with its key."""
     settings = Settings()
@@ -157,7 +163,8 @@ def publish(parts: Sequence[Mapping[str, str]], *, force: bool = False) -> dict[
 
 def library_address(settings: Settings) -> str:
     """Where the template library lies: a folder or ``s3://bucket/prefix``."""
-    return settings.library or str(settings.home / "library")
+    beside_runs = f"{settings.shared.rstrip('/')}/library" if settings.shared else str(settings.home / "library")
+    return settings.library or beside_runs
 
 
 def read_profile(path: Path) -> ProfileTable:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from coral_tasks.domain.errors import StorageFault, ValidationFailed
 from coral_tasks.domain.market import NodePrice
 from coral_tasks.settings import Settings
+from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
     from coral_tasks.ingestion.price_watch import WatchResult, WatchSettings
 
 
+@shared("current")
 def moved_prices() -> list[str]:
     """One check with the settings of the environment; a sentence for each used pool that fired, largest move first."""
     from coral_tasks.tasks.inputs import utc_now
