@@ -104,7 +104,7 @@ def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
     from dataclasses import replace
 
     from coral_tasks.catalog import load_catalog
-    from coral_tasks.profiling import build_profile_tables
+    from coral_tasks.profiling import build_profiles
     from coral_tasks.storage.profile_files import profile_to_parquet
     from coral_tasks.tasks import profiling
 
@@ -113,8 +113,10 @@ def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
     wanted = tuple(one for one in setup.models if one.model.id == item["model"])
     run = run_store(settings).open(item["run"])
     sources = profiling.measured_first(profiling.read_measurements_of(settings.home))
+    report = build_profiles(replace(setup, models=wanted), sources=sources)
+    run.put_json(_notes_file(item["model"]), profiling.notes_of(report), replace=True)
     written = []
-    for table in build_profile_tables(replace(setup, models=wanted), sources=sources):
+    for table in report.tables:
         name = f"profiles/{table.model}-{table.phase.value}.parquet"
         path = run.put(name, profile_to_parquet(table), replace=True)
         written.append({**item, "phase": table.phase.value, "profile": str(path)})
@@ -152,6 +154,8 @@ def publish(parts: Sequence[Mapping[str, str]], *, force: bool = False) -> dict[
     keys = [part["key"] for part in parts]
     manifest = library.publish_parts(address, keys, {phase: library.options_for(phase) for phase in Phase}, publication)
     remove_old(store, keep_versions=publication.keep_versions, now=datetime.now(UTC), grace=timedelta(days=1))
+    if parts:
+        _publish_profiles(parts[0]["run"], parts)
     return {
         "version": manifest.version,
         "changed": before is None or before.version != manifest.version,
@@ -159,6 +163,24 @@ def publish(parts: Sequence[Mapping[str, str]], *, force: bool = False) -> dict[
         "num_reused": sum(part["reused"] == "True" for part in parts),
         "address": address,
     }
+
+
+@shared("profiles")
+def _publish_profiles(run_id: str, parts: Sequence[Mapping[str, str]]) -> None:
+    """Make the tables behind the published sets those that ``coral profile show`` reads."""
+    from coral_tasks.tasks import profiling
+
+    run = run_store(Settings()).open(run_id)
+    notes: dict[str, list[dict[str, Any]]] = {}
+    for model in dict.fromkeys(part["model"] for part in parts):
+        for kind, entries in run.get_json(_notes_file(model)).items():
+            notes.setdefault(kind, []).extend(entries)
+    tables = [read_profile(Path(part["profile"])) for part in parts]
+    profiling.write_profiles(tables, notes, parts[0]["setup"], Settings().home)
+
+
+def _notes_file(model: str) -> str:
+    return f"profiles/{model}.json"
 
 
 def library_address(settings: Settings) -> str:

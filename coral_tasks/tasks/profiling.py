@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ def build_profiles(setup_name: str, home: Path, *, measured: Sequence[Path] = ()
 
     sources = measured_first([*read_measurements_of(home), *(read_known(path) for path in measured)])
     report = build(load_catalog().setup(setup_name), sources=sources)
-    return write_profiles(report, setup_name, home)
+    return write_profiles(report.tables, notes_of(report), setup_name, home)
 
 
 def measured_first(runs: Sequence[Sequence[MeasuredRow]]) -> tuple[CostSource, ...]:
@@ -89,29 +89,9 @@ def read_measured(path: Path) -> tuple[MeasuredRow, ...]:
         raise StorageFault(message) from error
 
 
-def write_profiles(report: BuildReport, setup_name: str, home: Path) -> Path:
-    """Write tables, manifest and the pointer to them; the version's folder. Raises StorageFault."""
-    version = content_digest([table.version for table in report.tables])
-    folder = home / FOLDER / version
-    try:
-        if not (folder / MANIFEST).exists():
-            for table in report.tables:
-                write_table(folder / f"{table.model}-{table.phase}.parquet", table)
-            _write_json(folder / MANIFEST, _manifest(report, setup_name, version))
-        _write_json(home / FOLDER / CURRENT, {"version": version, "setup": setup_name})
-    except OSError as error:
-        message = f"profiles cannot be written to {folder}: {error}"
-        raise StorageFault(message) from error
-    return folder
-
-
-def _manifest(report: BuildReport, setup_name: str, version: str) -> dict[str, Any]:
+def notes_of(report: BuildReport) -> dict[str, list[dict[str, Any]]]:
+    """What a build has to say beside its tables, as JSON values: missing, unreachable, repairs."""
     return {
-        "version": version,
-        "setup": setup_name,
-        "tables": [
-            {"file": f"{table.model}-{table.phase}.parquet", "version": table.version} for table in report.tables
-        ],
         "missing": [asdict(one) for one in report.missing],
         "unreachable": [asdict(one) for one in report.unreachable],
         "repairs": [
@@ -119,6 +99,26 @@ def _manifest(report: BuildReport, setup_name: str, version: str) -> dict[str, A
             for (model, phase, configuration), change in sorted(report.repairs.items())
         ],
     }
+
+
+def write_profiles(
+    tables: Sequence[ProfileTable], notes: Mapping[str, list[dict[str, Any]]], setup_name: str, home: Path
+) -> Path:
+    """Write tables, manifest and the pointer to them; the version's folder. Raises StorageFault."""
+    version = content_digest([table.version for table in tables])
+    folder = home / FOLDER / version
+    named = [(f"{table.model}-{table.phase}.parquet", table) for table in tables]
+    entries = [{"file": name, "version": table.version} for name, table in named]
+    try:
+        if not (folder / MANIFEST).exists():
+            for name, table in named:
+                write_table(folder / name, table)
+            _write_json(folder / MANIFEST, {"version": version, "setup": setup_name, "tables": entries, **notes})
+        _write_json(home / FOLDER / CURRENT, {"version": version, "setup": setup_name})
+    except OSError as error:
+        message = f"profiles cannot be written to {folder}: {error}"
+        raise StorageFault(message) from error
+    return folder
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

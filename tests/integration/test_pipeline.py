@@ -10,8 +10,11 @@ import pytest
 
 from coral_tasks.domain.errors import SourceFault, StorageFault, Unavailable, UnknownName, ValidationFailed
 from coral_tasks.settings import Settings
+from coral_tasks.storage.library import read_version
+from coral_tasks.storage.objects import open_store
 from coral_tasks.tasks import allocation, demo, dispatching, inputs, local_fleet, nightly
 from coral_tasks.tasks.planning import read_plan
+from coral_tasks.tasks.profiling import read_profiles
 
 pytestmark = pytest.mark.integration
 
@@ -20,6 +23,7 @@ STEPS = (
     allocation.gate,
     allocation.solve,
     allocation.check,
+    allocation.decide,
     allocation.dispatch,
     allocation.wait_converged,
     allocation.publish,
@@ -103,6 +107,15 @@ def test_the_same_inputs_give_the_same_library(built, monkeypatch) -> None:
     assert second["version"] == first["version"]
     assert second["changed"] is False
     assert second["num_reused"] == 6
+
+
+def test_the_profiles_shown_are_those_of_the_published_library(built) -> None:
+    """After a night ``coral profile show`` reads the tables that the library's sets were built from."""
+    home, made = built
+    tables = {(table.model, table.phase): table.version for table in read_profiles(home)}
+    sets = read_version(open_store(str(home / "library")), made["version"]).sets
+    assert len(tables) == 6
+    assert {(one.model, one.phase): one.profile_version for one in sets} == tables
 
 
 def test_advisory_mode_touches_nothing(home) -> None:
