@@ -1,4 +1,4 @@
-"""The allocation DAG's work, one function for each task: inputs, gate, plan, check, dispatch, report.
+"""The allocation DAG's work, one function for each task: inputs, gate, plan, check, decide, dispatch, report.
 
 A run id in, the same run id out: everything a run reads and writes lies in ``runs/<run id>/``, so that its plan can be
 explained and recomputed. Every function may run twice. What is in force is copied to ``current/`` at the end.
@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,79 +19,38 @@ from coral_tasks.domain.errors import (
     PlanRejected,
     SourceFault,
     Unavailable,
-    ValidationFailed,
-    Violation,
 )
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import dispatching, inputs, planning
-from coral_tasks.tasks.nightly import library_address
+from coral_tasks.tasks import approval, changes, dispatching, guard, inputs, opening, planning, publishing, retention
 from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
+    from coral_tasks.dispatch.dispatcher import DispatchResult
     from coral_tasks.dispatch.observation import Observation
     from coral_tasks.domain.market import NodeAvailability
     from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.domain.transition import Transition
     from coral_tasks.ingestion.batch import Source
     from coral_tasks.storage.runs import Run
 
-EXPLAIN_S: Final = 20.0
-_RUN: Final = "run.json"
-_PLAN: Final = "plan/plan.json"
+_RUN: Final = opening.RUN
+_PLAN: Final = publishing.PLAN
+_TRANSITION: Final = publishing.TRANSITION
 _DISPATCH: Final = "dispatch.json"
-_TRANSITION: Final = "report/transition.html"
 
 
 @shared()
-def open_run(run_id: str, params: Mapping[str, Any]) -> str:
-    """Pin the moment, the mode and the library version of this run.
+def open_run(run_id: str, params: Mapping[str, Any], triggers: Sequence[opening.Trigger] = ()) -> str:
+    """Pin the moment, the mode, the reason and the library version of this run.
 
-    Raises Unavailable if no library is published, ValidationFailed for a bad ``as_of``, unknown parameter or mode.
+    Raises Unavailable if no library is published, ValidationFailed for parameters that are unknown or wrong.
     """
-    from coral_tasks.storage.library import current_manifest
-    from coral_tasks.storage.objects import open_store
-
     settings = Settings()
-    _check_params(params)
+    given = opening.read_params(settings, params)
     run = inputs.run_store(settings).open(run_id)
-    if run.path(_RUN).exists():
-        return run_id
-    store = open_store(library_address(settings))
-    manifest = current_manifest(store)
-    if manifest is None:
-        raise Unavailable(f"{store.address} holds no published template library; run coral_template_library first")
-    # A backfill looks at the past: it may plan, never touch the fleet.
-    mode = "advisory" if run_id.startswith("backfill__") else params.get("mode") or settings.mode
-    pinned = {
-        "as_of": _moment(params.get("as_of") or "").isoformat(),
-        "reason": params.get("reason") or "schedule",
-        "mode": mode,
-        "setup": settings.setup,
-        "library": library_address(settings),
-        "library_version": manifest.version,
-    }
-    run.put_json(_RUN, pinned)
+    opening.pin(settings, run, given, triggers)
+    guard.pin_basis(settings, run)
     return run_id
-
-
-def _check_params(params: Mapping[str, Any]) -> None:
-    """Airflow lets unknown keys through, so they are refused here."""
-    unknown = sorted(set(params) - {"reason", "mode", "as_of"})
-    if unknown:
-        raise ValidationFailed(
-            Violation(table="parameters", row=name, value=repr(params[name]), rule="unknown parameter")
-            for name in unknown
-        )
-
-
-def _moment(text: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text) if text else datetime.now(UTC).replace(microsecond=0)
-        if moment.tzinfo is not None:
-            return moment.astimezone(UTC)
-    except ValueError:
-        pass
-    rule = "must be an ISO date and time with a zone"
-    raise ValidationFailed([Violation(table="parameters", row="as_of", value=repr(text), rule=rule)])
 
 
 @shared()
@@ -100,7 +59,8 @@ def ingest(run_id: str, table: str) -> str:
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
     source = _agents_source(settings) if table == "running" and _has_agents(settings) else None
-    return str(inputs.ingest_table(settings, run_id, table, _as_of(run), source))
+    overrides = opening.given_params(run).overrides(table)
+    return str(inputs.ingest_table(settings, run_id, table, _as_of(run), source, overrides=overrides))
 
 
 def _as_of(run: Run) -> datetime:
@@ -144,8 +104,15 @@ def gate(run_id: str) -> str:
     """Check all inputs. Raises ValidationFailed with every violation: the plan in force stays, nothing is sent."""
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
-    inputs.gate_inputs(settings, run_id, _as_of(run), library=_library_facts(run)).require()
+    facts, forget = _library_facts(run), _not_to_remember(run)
+    inputs.gate_inputs(settings, run_id, _as_of(run), library=facts, forget=forget).require()
     return run_id
+
+
+def _not_to_remember(run: Run) -> tuple[str, ...]:
+    """Tables that later runs must not compare with: what a person made up, and everything of a dry run."""
+    given = opening.given_params(run)
+    return tuple(table for table in inputs.INPUT_TABLES if given.dry_run or given.overrides(table))
 
 
 def _library_facts(run: Run) -> inputs.LibraryFacts:
@@ -186,7 +153,7 @@ def _request(settings: Settings, run: Run) -> planning.PlanRequest:
     return planning.PlanRequest(
         library=pinned["library"],
         library_version=pinned["library_version"],
-        demand=str(inputs.planning_demand(settings, run.id, _as_of(run))),
+        demand=str(_demand(settings, run)),
         prices=str(run.path("inputs/prices/accepted.parquet")),
         availability=str(availability),
         running=str(run.path("inputs/running/accepted.parquet")),
@@ -194,6 +161,20 @@ def _request(settings: Settings, run: Run) -> planning.PlanRequest:
         previous=None if previous is None else str(previous),
         time_limit_s=settings.solve_time_limit_s,
     )
+
+
+def _demand(settings: Settings, run: Run) -> Path:
+    """Demand to plan on; of the models that the run was given, if it was."""
+    from coral_tasks.ingestion.batch import parquet_bytes
+    from coral_tasks.ingestion.rows import demand_rows, demand_table
+    from data_contracts.files import read_file
+
+    path = inputs.planning_demand(settings, run.id, _as_of(run))
+    wanted = opening.given_params(run).models
+    if not wanted:
+        return path
+    rows = [row for row in demand_rows(read_file(path).table) if row.model in wanted]
+    return run.put("inputs/demand/some_models.parquet", parquet_bytes(demand_table(rows)))
 
 
 def _options(settings: Settings) -> bytes:
@@ -252,9 +233,45 @@ def check(run_id: str) -> str:
     return run_id
 
 
+@shared()
+def decide(run_id: str, links: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """Compare the plan with what runs; the question for a person (``approval.ask``), None if nobody need be asked.
+
+    ``links``: text → address, put under the question. Raises StaleInput if the run is too old to ask.
+    """
+    settings = Settings()
+    run = inputs.run_store(settings).find(run_id)
+    plan = planning.read_plan(run.path(_PLAN))
+    before = planning.read_plan(run.path("previous.json")).id if run.path("previous.json").exists() else ""
+    change = changes.describe(settings, run, plan, str(before))
+    run.put_json("change.json", change.as_json(), replace=True)
+    shown = _draw_transition(settings, run, again=True)
+    why = approval.reasons(settings, change)
+    if _mode(run) != "approve" or shown is None or not why:
+        approval.no_question(run, "within the limits" if _mode(run) == "approve" else f"mode {_mode(run)}")
+        return None
+    transition, seen = shown
+    text = approval.body(change, why, publishing.explain(run), transition, links or {})
+    return approval.ask(settings, run, change=change, why=why, seen=seen.fleet, text=text, now=approval.utc_now())
+
+
+@shared()
+def record_answer(run_id: str, *, approved: bool, by: str, timed_out: bool) -> str:
+    """Keep what a person, or the end of the time, said to the question; in words. Nothing is sent after a no."""
+    run = inputs.run_store(Settings()).find(run_id)
+    text = approval.record_answer(run, approved=approved, by=by, timed_out=timed_out, now=approval.utc_now())
+    if not approved:
+        run.put_json(_DISPATCH, {"skipped": text}, replace=True)
+    return text
+
+
 @shared("dispatch", "routing")
 def dispatch(run_id: str) -> str:
-    """Bring the agents to the plan and wait for them, unless the mode is advisory or there are no agents."""
+    """Bring the agents to the plan and wait for them, unless mode, a person or missing agents forbid it.
+
+    Raises ApprovalMissing before a needed answer, StaleInput for a plan that is no longer valid: too old, another
+    dispatch came between, or what a person approved is not what would happen now.
+    """
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
     _draw_transition(settings, run)
@@ -262,14 +279,7 @@ def dispatch(run_id: str) -> str:
     if skipped:
         run.put_json(_DISPATCH, {"skipped": skipped}, replace=True)
         return run_id
-    plan = planning.read_plan(run.path(_PLAN))
-    result = dispatching.dispatch(
-        plan,
-        home=settings.home,
-        agents=settings.home / "agents.toml",
-        keys=settings.home / "keys",
-        options=_dispatch_options(settings, run),
-    )
+    result = _send(settings, run, planning.read_plan(run.path(_PLAN)))
     outcome = {
         "epoch": result.epoch,
         "converged": result.converged,
@@ -285,22 +295,60 @@ def dispatch(run_id: str) -> str:
     return run_id
 
 
-def _draw_transition(settings: Settings, run: Run) -> None:
+def _send(settings: Settings, run: Run, plan: AllocationPlan) -> DispatchResult:
+    from coral_tasks.tasks.progress import ProgressFile
+
+    _require_still_valid(settings, run, plan)
+    epoch = guard.take_epoch(settings, run, str(plan.id))
+    return dispatching.dispatch(
+        plan,
+        home=settings.home,
+        agents=settings.home / "agents.toml",
+        keys=settings.home / "keys",
+        options=_dispatch_options(settings, run),
+        progress=ProgressFile(folder=settings.home / "dispatch", run=str(run.id), epoch=epoch),
+        epoch=epoch,
+    )
+
+
+def _require_still_valid(settings: Settings, run: Run, plan: AllocationPlan) -> None:
+    """After an approval only; and not where this run has begun to send, since then what moved is its own doing."""
+    if _mode(run) != "approve" or not approval.was_asked(run) or guard.has_begun(settings, run, str(plan.id)):
+        return
+    given = opening.given_params(run)
+    now = _as_of(run) if given.as_of else approval.utc_now()
+    overrides = {table: given.overrides(table) for table in inputs.INPUT_TABLES}
+    seen = _observe(settings).fleet
+    approval.require_still_valid(settings, run, plan, seen, lambda: inputs.fetch_again(settings, now, overrides))
+
+
+def _draw_transition(settings: Settings, run: Run, *, again: bool = False) -> tuple[Transition, Observation] | None:
     """What the plan would do to the fleet as it is, before anything starts; a retry keeps the first picture.
 
-    A backfill looks at the past, from which the fleet of now is not reached.
+    ``again``: look and draw anew. None where there is nothing to look at: no agents, or a backfill, which looks at the
+    past, from which the fleet of now is not reached.
     """
-    if run.path(_TRANSITION).exists() or not _has_agents(settings) or run.id.startswith("backfill__"):
-        return
+    if not _has_agents(settings) or run.id.startswith("backfill__"):
+        return None
+    if run.path(_TRANSITION).exists() and not again:
+        return None
     plan, options = planning.read_plan(run.path(_PLAN)), _dispatch_options(settings, run)
     transition, seen = dispatching.preview(plan, settings.home / "agents.toml", settings.home / "keys", options=options)
     dispatching.write_picture(run.path(_TRANSITION), transition, seen)
+    return transition, seen
+
+
+def _mode(run: Run) -> str:
+    return str(run.get_json(_RUN)["mode"])
 
 
 def _why_no_dispatch(settings: Settings, run: Run) -> str:
-    if run.get_json(_RUN)["mode"] == "advisory":
+    mode = _mode(run)
+    if mode == "advisory":
         return "mode advisory: nothing is touched"
-    return "" if _has_agents(settings) else f"no node agents: {settings.home / 'agents.toml'} is not there"
+    if not _has_agents(settings):
+        return f"no node agents: {settings.home / 'agents.toml'} is not there"
+    return approval.refusal(run) if mode == "approve" else ""
 
 
 def _dispatch_options(settings: Settings, run: Run) -> Any:
@@ -334,49 +382,23 @@ def publish(run_id: str) -> dict[str, Any]:
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
     plan = planning.read_plan(run.path(_PLAN))
-    sentences = _explain(run)
-    _write_report(settings, run, plan, sentences)
+    sentences = publishing.explain(run)
+    baselines = publishing.compare_with_baselines(run)
+    publishing.write_report(settings, run, plan, sentences)
     dispatched = run.get_json(_DISPATCH)
-    if "skipped" not in dispatched:
-        _make_current(settings, run)
     run.seal()
+    # A run that is published again after a newer one was sent must not bring its old plan back.
+    in_force = "skipped" not in dispatched and guard.has_begun(settings, run, str(plan.id))
+    if in_force:
+        publishing.make_current(settings, run, plan)
+    retention.remove_old(settings)
     return {
         "plan": plan.id,
+        "in_force": in_force,
         "cost_usd_per_hour": plan.certificate.cost_usd_per_hour,
         "gap": plan.certificate.gap,
+        "baselines": {name: one.get("cost_usd_per_hour") for name, one in baselines.items()},
         "num_instances": sum(row.count for row in plan.instances),
         "num_commands": dispatched.get("num_commands", 0),
-        "report": str(run.path("report/plan.html")),
+        "report": str(run.path(publishing.REPORT)),
     }
-
-
-def _explain(run: Run) -> Sequence[str]:
-    import msgspec
-
-    explanation = planning.explain_file(run.path(_PLAN), time_limit_s=EXPLAIN_S)
-    run.put("explanation.json", msgspec.json.format(msgspec.json.encode(explanation), indent=1), replace=True)
-    return explanation.sentences
-
-
-def _write_report(settings: Settings, run: Run, plan: AllocationPlan, sentences: Sequence[str]) -> None:
-    from coral_tasks.reporting.page import write_page
-    from coral_tasks.reporting.plan_report import plan_report
-
-    prices = {
-        (row.region, row.configuration, row.market): row.price_usd_per_hour
-        for row in inputs.load_inputs(settings, run.id).prices
-    }
-    transition = "transition.html" if run.path(_TRANSITION).exists() else ""
-    write_page(run.path("report/plan.html"), plan_report(plan, prices, why=sentences, transition=transition))
-
-
-def _make_current(settings: Settings, run: Run) -> None:
-    """Copy plan and report to ``current/``, the plan last: who sees a new plan finds its report."""
-    from coral_tasks.storage.runs import write_whole
-
-    current = settings.home / "current"
-    names = {"report/plotly.min.js": "plotly.min.js", "report/plan.html": "plan.html", _RUN: "run.json"}
-    if run.path(_TRANSITION).exists():
-        names[_TRANSITION] = "transition.html"
-    for name, copy in {**names, "plan/plan.json": "plan.json"}.items():
-        write_whole(current / copy, run.get(name))

@@ -15,7 +15,7 @@ API::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,24 +82,71 @@ def run_store(settings: Settings) -> RunStore:
     return RunStore(root=settings.home / "runs")
 
 
-def ingest_table(settings: Settings, run_id: str, table: str, now: datetime, source: Source | None = None) -> Path:
+def ingest_table(
+    settings: Settings,
+    run_id: str,
+    table: str,
+    now: datetime,
+    source: Source | None = None,
+    *,
+    overrides: Sequence[Mapping[str, Any]] = (),
+) -> Path:
     """Fetch one table and keep it as it came; path of its ``source.json``.
 
     ``source`` None: the one that ``<home>/sources.json`` names, else the drop folder if it holds a file of the table,
-    else the setup's demo data. A second call finds the first call's batch and fetches nothing. Raises SourceFault.
+    else the setup's demo data. ``overrides``: laid over it before anything judges it; what came is kept beside. A
+    second call finds the first call's batch and fetches nothing. Raises SourceFault, ValidationFailed for an override
+    that names no row.
     """
+    from coral_tasks.ingestion.overrides import with_overrides
+
     run = run_store(settings).open(run_id)
     name = f"inputs/{table}/source.json"
     if run.path(name).exists():
         return run.path(name)
+    fetched = _fetch(settings, table, now, source)
+    batch = with_overrides(fetched, overrides)
+    if batch is not fetched:
+        run.put(f"inputs/{table}/fetched{fetched.suffix}", fetched.data, replace=True)
+    run.put(f"inputs/{table}/batch{batch.suffix}", batch.data)
+    return run.put_json(name, _source_record(batch, now))
+
+
+def _fetch(settings: Settings, table: str, now: datetime, source: Source | None = None) -> SourceBatch:
     from coral_tasks.tasks.sources import configured_source
 
     configured = None if source is not None else configured_source(settings, table)
     chosen, minimum = configured or (source or default_source(settings, table), 0.0)
     batch = chosen(now)
     require_source(batch, minimum)
-    run.put(f"inputs/{table}/batch{batch.suffix}", batch.data)
-    return run.put_json(name, _source_record(batch, now))
+    return batch
+
+
+def fetch_again(
+    settings: Settings, now: datetime, overrides: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> PlanningInputs:
+    """What the sources say at ``now``, through the gate's rules for each table; nothing is kept, the fleet is left out.
+
+    Raises SourceFault, ValidationFailed with what the gate refuses.
+    """
+    from coral_tasks.ingestion import rows
+    from coral_tasks.ingestion.overrides import with_overrides
+    from data_contracts.gate import check_table
+    from data_contracts.registry import contract_of
+
+    found: dict[str, ArrowTable] = {}
+    for table in ("demand", "prices", "availability"):
+        batch = with_overrides(_fetch(settings, table, now), overrides.get(table, ()))
+        outcome = check_table(contract_of(table), batch.raw(), gate_context(settings, table, now))
+        if outcome.table is None:
+            raise ValidationFailed(violations_of(outcome.report))
+        found[table] = outcome.table
+    return PlanningInputs(
+        demand=rows.demand_rows(found["demand"]),
+        prices=rows.price_rows(found["prices"]),
+        availability=rows.availability_rows(found["availability"]),
+        fleet=Fleet(nodes=(), instances=()),
+    )
 
 
 def _source_record(batch: SourceBatch, now: datetime) -> dict[str, Any]:
@@ -196,10 +243,12 @@ def gate_inputs(
     tables: Sequence[str] = INPUT_TABLES,
     library: LibraryFacts | None = None,
     limits: GateLimits | None = None,
+    forget: Collection[str] = (),
 ) -> GateSummary:
     """Judge all fetched tables, alone and together; keep reports, quarantine what is bad, accept what is good.
 
-    Nothing becomes "accepted last" unless everything passed. Raises StorageFault if a table was never fetched.
+    Nothing becomes "accepted last" unless everything passed, and no table that ``forget`` names. Raises StorageFault
+    if a table was never fetched.
     """
     from data_contracts.cross import check_tables
     from data_contracts.gate import check_table
@@ -224,7 +273,7 @@ def gate_inputs(
     reports.append(check_tables(accepted, cross_context(settings, library), context))
     page = _keep_reports(run, reports)
     if all(report.accepted for report in reports):
-        _accept(settings, run, accepted)
+        _accept(settings, run, accepted, forget)
     return _summary(reports, quarantined, page)
 
 
@@ -391,13 +440,15 @@ def _keep_reports(run: Run, reports: Sequence[GateReport]) -> Path:
     return run.put("gate/report.html", render_page(f"Gate, run {run.id}", reports).encode(), replace=True)
 
 
-def _accept(settings: Settings, run: Run, tables: Mapping[str, ArrowTable]) -> None:
+def _accept(settings: Settings, run: Run, tables: Mapping[str, ArrowTable], forget: Collection[str]) -> None:
     from coral_tasks.ingestion.batch import parquet_bytes
     from coral_tasks.storage.runs import write_whole
 
     for name, table in tables.items():
         data = parquet_bytes(table)
         run.put(f"inputs/{name}/accepted.parquet", data)
+        if name in forget:
+            continue
         try:
             write_whole(settings.home / "current" / "inputs" / f"{name}.parquet", data)
         except OSError as error:
