@@ -29,6 +29,9 @@ serve: .venv/.complete ## Airflow's UI with both DAGs scheduled
 test: .venv/.complete ## fast tests: all that needs no extra server
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not engine and not distributed and not browser"
 
+test-distributed: .venv/.complete ## the scale-out stack on this machine: Postgres, Redis, S3, two workers, one of them killed
+	@$(PY) -m pytest -m distributed -s
+
 test-engine: .venv/.complete .venv-vllm/.complete ## real vLLM on the CPU, in an environment of its own
 	@$(PY) -m pytest -m engine
 

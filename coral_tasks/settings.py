@@ -78,6 +78,9 @@ class Settings(BaseSettings):
     first_agent_port: int = Field(
         default=23000, ge=1024, le=60000, description="First of the ports of the demo's local node agents."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Lines of logs on standard error: text, or one JSON object a line."
+    )
     ui_port: int = Field(default=8080, ge=1024, le=65535, description="Port of Airflow's UI, on loopback.")
     seed: int = Field(default=0, description="Seed of everything random.")
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,6 +235,8 @@ class AgentServer:
             self._not_recorded(event, fault)
             return
         self.machine.commit(reaction.changes)
+        if isinstance(event, CommandReceived):
+            _log_command(event.command, reaction.instructions)
         for instruction in reaction.instructions:
             self._carry_out(instruction)
 
@@ -351,6 +353,20 @@ def _slots_of(config: AgentConfig, journaled: Mapping[str, Slot]) -> dict[str, S
         if node not in names and slot.launch:
             raise StorageFault(f"the journal holds an engine of node {node}, which is not configured any more")
     return {node.id: journaled.get(node.id, Slot(node=node.id)) for node in config.nodes}
+
+
+def _log_command(command: Command, instructions: Iterable[Instruction]) -> None:
+    """One line for each command that arrives, repeats too, with what became of it."""
+    answers = [one.outcome for one in instructions if isinstance(one, SendOutcome)]
+    ids = {
+        "command": command.id,
+        "kind": type(command.action).__name__.lower(),
+        "epoch": command.epoch,
+        "round": command.round,
+        "node": command.node,
+        "status": answers[0].status.value if answers else "",
+    }
+    _LOG.info("command arrived%s", f": {answers[0].detail}" if answers and answers[0].detail else "", extra=ids)
 
 
 async def serve(config: AgentConfig) -> None:

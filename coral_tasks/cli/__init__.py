@@ -13,7 +13,20 @@ import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from coral_tasks.cli import agent, demand, demo, forecast, gate, library, plan, profile, replay, simulate, verify
+from coral_tasks.cli import (
+    agent,
+    demand,
+    demo,
+    forecast,
+    gate,
+    library,
+    metrics,
+    plan,
+    profile,
+    replay,
+    simulate,
+    verify,
+)
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 from coral_tasks.settings import Settings
 
@@ -23,7 +36,10 @@ EXIT_FAULT: Final = 3
 
 # Which extra brings a package that a part of the commands needs.
 _EXTRA_OF: Final = {
-    **dict.fromkeys(("great_expectations", "highspy", "numba", "pandas", "plotly", "pulp", "pyarrow"), "planner"),
+    **dict.fromkeys(
+        ("great_expectations", "highspy", "numba", "pandas", "plotly", "prometheus_client", "pulp", "pyarrow"),
+        "planner",
+    ),
     **dict.fromkeys(("psutil", "zmq"), "agent"),
     "boto3": "aws",
     "airflow": "airflow",
@@ -47,6 +63,8 @@ app.add_typer(gate.app, name="gate")
 app.add_typer(demand.app, name="demand")
 app.add_typer(forecast.app, name="forecast")
 app.command()(replay.replay)
+app.command()(metrics.metrics)
+app.command()(metrics.pull)
 app.add_typer(profile.app, name="profile")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import dispatching
+from coral_tasks.tasks import dispatching, observing
 
 if TYPE_CHECKING:
     from coral_tasks.domain.transition import Transition
@@ -61,7 +60,7 @@ def agent(
     """Run a node agent until TERM."""
     from coral_tasks.agent.config import agent_config, read_agent_config
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    observing.configure_logs(Settings())
     given: dict[str, Any] = {
         "name": name or node,
         "bind": bind,

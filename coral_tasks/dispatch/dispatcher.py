@@ -6,6 +6,7 @@ earlier round or an older controller can change what it saw. A plan that already
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -43,7 +44,9 @@ from coral_tasks.protocol.controller_machine import (
     StepsDone,
     TimePassed,
 )
-from coral_tasks.protocol.messages import Fence, Observe, Outcome, Report
+from coral_tasks.protocol.messages import Command, Fence, Observe, Outcome, Report, ToAgent
+
+_LOG = logging.getLogger("coral.dispatch")
 
 _TICK_S = 0.1
 _ASK_AGAIN_S = 1.0
@@ -380,6 +383,7 @@ class _Work:
             for _, message in self.links.receive(_TICK_S):
                 now_s = time.monotonic()
                 if isinstance(message, Outcome):
+                    self._log_outcome(message)
                     self._carry_out(self.machine.handle(OutcomeArrived(outcome=message, now_s=now_s)))
                 elif isinstance(message, Report):
                     self._carry_out(self.machine.handle(ReportArrived(report=message, now_s=now_s)))
@@ -392,12 +396,26 @@ class _Work:
         for instruction in instructions:
             match instruction:
                 case Send(agent=agent, message=message):
+                    self._log_sent(agent, message)
                     self.links.send(agent, message)
                 case StepsDone(steps=steps):
                     self._steps_done(steps)
                 case _:
                     problem = self._act(instruction)
                     self._carry_out(self.machine.handle(ActDone(problem=problem, now_s=time.monotonic())))
+
+    def _log_sent(self, agent: str, message: ToAgent) -> None:
+        if isinstance(message, Command):
+            kind = type(message.action).__name__.lower()
+            ids = {"command": message.id, "kind": kind, "agent": agent, "node": message.node, **self._ids()}
+            _LOG.info("command goes out", extra=ids)
+
+    def _log_outcome(self, outcome: Outcome) -> None:
+        ids = {"command": outcome.command, "status": outcome.status.value, **self._ids()}
+        _LOG.info("command answered%s", f": {outcome.detail}" if outcome.detail else "", extra=ids)
+
+    def _ids(self) -> dict[str, object]:
+        return {"plan": self.dispatch.plan.id, "epoch": self.dispatch.epoch, "round": self.dispatch.round}
 
     def _steps_done(self, steps: tuple[Step, ...]) -> None:
         self.dispatch.steps_done += steps

@@ -17,6 +17,7 @@ from coral_tasks.settings import Settings
 from coral_tasks.tasks import failures, local_airflow, local_fleet, planning
 
 if TYPE_CHECKING:
+    from coral_tasks.domain.fleet import Node
     from coral_tasks.domain.plan import AllocationPlan
     from coral_tasks.tasks.local_airflow import DagOutcome
     from coral_tasks.tasks.local_fleet import LocalAgent
@@ -67,12 +68,18 @@ def ensure_agents(settings: Settings) -> int:
 
 
 def _agents(settings: Settings) -> tuple[LocalAgent, ...]:
+    nodes = demo_nodes(settings)
+    return local_fleet.plan_agents(settings.home, nodes, num_agents=NUM_AGENTS, first_port=settings.first_agent_port)
+
+
+def demo_nodes(settings: Settings) -> list[Node]:
+    """All nodes of the setup's shipped availability, as logical nodes. Raises UnknownName for an unknown setup."""
     from coral_tasks.domain.fleet import Node
     from coral_tasks.domain.names import NodeId
     from coral_tasks.ingestion.demand_day import read_demo_availability
 
     rows = read_demo_availability(settings.setup, datetime.now(UTC))
-    nodes = [
+    return [
         Node(
             id=NodeId(f"{row.region.replace('/', '-')}-{row.configuration}-{number}"),
             region=row.region,
@@ -82,7 +89,6 @@ def _agents(settings: Settings) -> tuple[LocalAgent, ...]:
         for row in rows
         for number in range(1, row.available_nodes + 1)
     ]
-    return local_fleet.plan_agents(settings.home, nodes, num_agents=NUM_AGENTS, first_port=settings.first_agent_port)
 
 
 def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummary:

@@ -25,13 +25,21 @@ _START_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalAgent:
-    """One agent process. ``port``: of its command socket; its engines use ports from ``first_engine_port``."""
+    """One agent process. ``port``: of its command socket; its engines use ports from ``first_engine_port``.
+
+    ``host``: name under which others reach it. ``interface``: network interface or address that it binds.
+    ``state``, ``keys``: where these lie as the agent sees it, "" for the usual places of this machine.
+    """
 
     name: str
     folder: Path
     port: int
     first_engine_port: int
     nodes: tuple[Node, ...]
+    host: str = _LOOPBACK
+    interface: str = _LOOPBACK
+    state: str = ""
+    keys: str = ""
 
     @property
     def pid_file(self) -> Path:
@@ -63,20 +71,32 @@ def start_agents(home: Path, agents: Sequence[LocalAgent]) -> int:
 
     Raises Unavailable if a port is taken by somebody else, CoralFault if an agent does not come up.
     """
-    from coral_tasks.dispatch.inventory import write_endpoints
-    from coral_tasks.tasks.dispatching import make_missing_keys
     from coral_tasks.tasks.local_airflow import require_free_port
 
     missing = [agent for agent in agents if running_pid(agent.pid_file) is None]
     for agent in missing:  # all before the first start, so that a taken port leaves nothing behind
         require_free_port(agent.port, f"node agent {agent.name} (CORAL_FIRST_AGENT_PORT changes it)")
-    keys = home / "keys"
-    make_missing_keys(keys, [agent.name for agent in agents])
-    write_endpoints(home / "agents.toml", {agent.name: f"tcp://{_LOOPBACK}:{agent.port}" for agent in agents})
+    write_files(home, agents)
     for agent in missing:
-        _start(agent, keys)
-    _wait_until_all_answer(home, agents, keys)
+        _start(agent)
+    _wait_until_all_answer(home, agents, home / "keys")
     return len(missing)
+
+
+def write_files(home: Path, agents: Sequence[LocalAgent]) -> None:
+    """Missing keys, the inventory of agents and each agent's configuration. Raises StorageFault, OSError."""
+    from coral_tasks.dispatch.inventory import write_endpoints
+    from coral_tasks.storage.runs import write_whole
+    from coral_tasks.tasks.dispatching import make_missing_keys
+
+    make_missing_keys(home / "keys", [agent.name for agent in agents])
+    write_endpoints(home / "agents.toml", {agent.name: f"tcp://{agent.host}:{agent.port}" for agent in agents})
+    for agent in agents:
+        write_whole(_config(agent), _toml(agent, home / "keys").encode())
+
+
+def _config(agent: LocalAgent) -> Path:
+    return agent.folder / "agent.toml"
 
 
 def stop_agents(home: Path) -> int:
@@ -108,17 +128,14 @@ def running_pid(pid_file: Path) -> int | None:
     return None
 
 
-def _start(agent: LocalAgent, keys: Path) -> None:
+def _start(agent: LocalAgent) -> None:
     from coral_tasks.storage.runs import write_whole
 
-    agent.folder.mkdir(parents=True, exist_ok=True)
-    config = agent.folder / "agent.toml"
-    write_whole(config, _toml(agent, keys).encode())
     log = str(agent.folder / "agent.log")
     # Not subprocess: the agent outlives this process on purpose, so there is nothing to wait for.
     pid = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "coral_tasks.cli", "agent", "--config", str(config)],
+        [sys.executable, "-m", "coral_tasks.cli", "agent", "--config", str(_config(agent))],
         dict(os.environ),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -161,9 +178,11 @@ def _toml(agent: LocalAgent, keys: Path) -> str:
     """Configuration file of one agent. A JSON string is a TOML basic string."""
     fields = {
         "name": agent.name,
-        "bind": f"tcp://{_LOOPBACK}:{agent.port}",
-        "state": str(agent.folder / "state"),
-        "keys": str(keys),
+        "bind": f"tcp://{agent.interface}:{agent.port}",
+        "advertise": agent.host,
+        "engine_host": agent.host,
+        "state": agent.state or str(agent.folder / "state"),
+        "keys": agent.keys or str(keys),
         "first_engine_port": agent.first_engine_port,
         "engine": "simulated",
         "stop_engines_on_exit": True,

@@ -69,6 +69,10 @@ class ChildGroups:
                 return name, child.returncode
         return None
 
+    def running(self) -> dict[str, subprocess.Popen[bytes]]:
+        """Children that run, by name."""
+        return {name: child for name, child in self._children.items() if child.poll() is None}
+
     def end(self, name: str, *, at_once: bool = False) -> None:
         """End one child and its group; ``at_once`` kills."""
         child = self._children.pop(name)
@@ -84,8 +88,8 @@ class ChildGroups:
                 self._guardian.communicate()
 
     def _end(self, children: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
-        deadline = time.monotonic() + self._grace_s
         for sent in signals:
+            deadline = time.monotonic() + self._grace_s
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, sent)

@@ -1,6 +1,6 @@
 """Workers on several machines share one state: what a task needs comes from the store, what it made goes there.
 
-Owns the decorator ``shared`` around the work of a task, the shared counter of epochs, and what the page's machine
+Owns the decorator ``shared`` around the work of each task, the shared counter of epochs, and what the page's machine
 fetches. With ``CORAL_SHARED`` empty, ``CORAL_HOME`` is all there is and nothing here does anything. Secrets (``keys/``)
 and configuration files are never copied: they are deployed to each machine.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from coral_tasks.domain.errors import CoralError
 from coral_tasks.settings import Settings
+from coral_tasks.tasks import observing
 
 if TYPE_CHECKING:
     from coral_tasks.dispatch.epochs import Epochs
@@ -31,6 +32,8 @@ PAGE_RUNS: Final = 300
 def shared[**P, R](*areas: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a task's work: its run (first argument: the id, or a mapping with ``run``) and ``areas`` are shared.
 
+    Around it, see ``observing.task``: log lines with the run's id, and how long it took.
+
     The work runs on the newest state and hands over what it wrote, also when it fails. Work on the same area waits for
     its turn on one machine; on different machines the second to hand over a change of the same file raises
     StorageFault, and Airflow's retry does it again on the new state.
@@ -39,10 +42,8 @@ def shared[**P, R](*areas: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(work: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(work)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            settings = Settings()
-            if not settings.shared:
-                return work(*args, **kwargs)
-            with _on_newest_state(settings, _run_of(args), areas):
+            settings, run_id = Settings(), _run_of(args)
+            with observing.task(settings, work.__name__, run_id), _on_newest_state(settings, run_id, areas):
                 return work(*args, **kwargs)
 
         run.shared_areas = areas  # type: ignore[attr-defined]
@@ -60,6 +61,9 @@ def _run_of(args: Sequence[Any]) -> str | None:
 
 @contextlib.contextmanager
 def _on_newest_state(settings: Settings, run_id: str | None, areas: Sequence[str]) -> Iterator[None]:
+    if not settings.shared:
+        yield
+        return
     prefixes = [*(f"{area}/" for area in areas), *([f"runs/{run_id}/"] if run_id else [])]
     mirror = _mirror(settings)
     with _alone(settings.home, areas):

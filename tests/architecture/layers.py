@@ -31,6 +31,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "coral_tasks.dispatch": ("coral_tasks.domain", "coral_tasks.protocol"),
     "coral_tasks.provisioning": ("coral_tasks.domain",),
     "coral_tasks.reporting": ("coral_tasks.domain",),
+    "coral_tasks.observability": ("coral_tasks.domain",),
     "coral_tasks.tasks": ("coral_tasks", "data_contracts"),
     "coral_tasks.cli": ("coral_tasks.tasks", "coral_tasks.settings", "coral_tasks.agent", "coral_tasks.domain"),
     "plugins": ("plugins", "coral_airflow", "coral_tasks.tasks", "coral_tasks.reporting", "coral_tasks.settings"),
@@ -50,6 +51,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "great_expectations": ("data_contracts",),
     "zmq": ("coral_tasks.agent", "coral_tasks.dispatch"),
     "plotly": ("coral_tasks.reporting",),
+    "prometheus_client": ("coral_tasks.observability",),
 }
 
 # Domain stays light; nothing else but numpy may enter it.

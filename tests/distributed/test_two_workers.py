@@ -1,0 +1,186 @@
+"""Both DAGs on the scale-out stack: two workers that share nothing but S3, Redis and the database; one is killed.
+
+The tests build on each other, in this order, on one stack.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import boto3
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scaleout import BUCKET, WORKERS, Stack, free_port, missing_packages, running_stack, start_components, wait_for
+
+from coral_tasks.domain.plan import AllocationPlan
+from coral_tasks.settings import Settings
+from coral_tasks.tasks import demo, dispatching, local_fleet
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+LIBRARY, ALLOCATION = "coral_template_library", "coral_allocation"
+
+
+@pytest.fixture(scope="module")
+def stack():
+    """Servers, components, three local agents and two workers."""
+    missing = missing_packages()
+    if missing:
+        pytest.fail(f"needs the Debian packages {' '.join(missing)}: run .ci/install-servers as root")
+    root = Path(tempfile.mkdtemp(prefix="coral-distributed-"))
+    with pytest.MonkeyPatch.context() as patch, running_stack(root) as made:
+        for name, value in made.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("CORAL_FIRST_AGENT_PORT", str(_free_range(1600)))
+        demo.ensure_agents(Settings())
+        try:
+            start_components(made)
+            for name in WORKERS:
+                made.start_worker(name)
+            yield made
+        finally:
+            local_fleet.stop_agents(made.home)
+    shutil.rmtree(root)
+
+
+def _free_range(count: int) -> int:
+    """First port of a range whose ends were free a moment ago."""
+    while True:
+        first = free_port()
+        if first + count < 65000:
+            return first
+
+
+def _object(name: str) -> bytes:
+    """An object of the shared store."""
+    return boto3.client("s3").get_object(Bucket=BUCKET, Key=f"coral/{name}")["Body"].read()
+
+
+def _unpause(stack: Stack, dag: str) -> str:
+    """Let a DAG run; the id of its first run."""
+    stack.call("PATCH", f"/dags/{dag}", {"is_paused": False})
+    runs = wait_for(f"a run of {dag}", lambda: stack.call("GET", f"/dags/{dag}/dagRuns")["dag_runs"], limit_s=60)
+    return str(min(runs, key=lambda run: run["run_after"])["dag_run_id"])
+
+
+def _launches(stack: Stack) -> dict[str, int]:
+    """Engine processes ever started on each node, from the agents' journals; nodes that never had one are left out."""
+    found = {}
+    for journal in sorted(stack.home.glob("agents/*/state/journal.sqlite")):
+        with sqlite3.connect(f"file:{journal}?mode=ro", uri=True) as database:
+            slots = [json.loads(body) for (body,) in database.execute("SELECT body FROM slots")]
+        database.close()
+        found |= {slot["node"]: slot["num_launches"] for slot in slots if slot.get("num_launches")}
+    return found
+
+
+def _engines(stack: Stack) -> int:
+    """Simulated engine processes that run now for this stack's agents."""
+    agents = {int(path.read_text()) for path in stack.home.glob("agents/*/agent.pid")}
+    count = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            count += parent in agents and b"simulated_engine" in (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+    return count
+
+
+def test_the_nightly_dag_ends_right_on_two_workers(stack) -> None:
+    """The library is published on S3; tasks ran on both workers, each with files of its own."""
+    run = _unpause(stack, LIBRARY)
+    assert stack.finish(LIBRARY, run, limit_s=800) == "success"
+    pointer = json.loads(_object("library/CURRENT.json"))
+    assert len(pointer["history"]) == 1
+    if stack.separate_homes:
+        assert not (stack.home / "runs").exists()
+        assert [list((stack.root / name / "runs").glob("*/profiles/*")) != [] for name in WORKERS] == [True, True]
+
+
+def test_a_worker_killed_in_the_middle_of_a_dispatch_starts_nothing_twice(stack) -> None:
+    """The other worker takes the run up and ends it: every engine of the plan runs once and was started once."""
+    run = _unpause(stack, ALLOCATION)
+    running = wait_for("the dispatch to run", lambda: _running(stack, run, "dispatch"), limit_s=300)
+    victim = stack.worker_of(int(running["pid"]))
+    wait_for("the first engines", lambda: _launches(stack), limit_s=120, every_s=0.02)
+    stack.kill_worker(victim)
+    killed_at, begun = time.monotonic(), sum(_launches(stack).values())
+
+    assert stack.finish(ALLOCATION, run, limit_s=400) == "success"
+    launches, num_engines = _launches(stack), _engines(stack)
+    plan = msgspec.json.decode(_object(f"runs/{run}/plan/plan.json"), type=AllocationPlan)
+    fleet = dispatching.observe(stack.home / "agents.toml", stack.home / "keys").fleet
+    outcome = json.loads(_object(f"runs/{run}/dispatch.json"))
+    print(
+        f"killed {victim} after {begun} engine starts; the run ended {time.monotonic() - killed_at:.0f} s later, "
+        f"its second try sent {outcome['num_commands']} commands"
+    )
+    planned = {(row.template, row.region): row.count for row in plan.instances}
+    assert len(fleet.instances) == sum(planned.values())
+    assert set(launches.values()) == {1}
+    assert len(launches) == sum(len(one.nodes) for one in fleet.instances)
+    assert num_engines <= len(launches)
+    tries = {task["task_id"]: task["try_number"] for task in stack.tasks(ALLOCATION, run)}
+    assert tries["dispatch"] == 2
+    assert begun < len(launches), "killed too late: everything had been started"
+    assert json.loads(_object("epochs.json"))["epoch"] >= 2
+    assert _object("current/plan.json") == _object(f"runs/{run}/plan/plan.json")
+
+
+def _running(stack: Stack, run: str, task: str) -> dict | None:
+    stack.require_running()
+    found = [one for one in stack.tasks(ALLOCATION, run) if one["task_id"] == task]
+    state = stack.run_state(ALLOCATION, run)
+    assert state not in {"failed", "success"}, f"the run ended {state} before {task}"
+    return found[0] if found and found[0]["state"] == "running" and found[0].get("pid") else None
+
+
+def test_a_new_worker_takes_part_in_the_next_run(stack) -> None:
+    """A machine that joins with nothing but its configuration runs tasks, and the fleet is the plan's again."""
+    missing = sorted(set(WORKERS) - {name for name in stack.workers if stack.workers[name].poll() is None})
+    assert len(missing) == 1
+    shutil.rmtree(stack.root / missing[0])
+    stack.start_worker(missing[0])
+    stack.trigger(ALLOCATION, "manual__joined", reason="a worker joined")
+    assert stack.finish(ALLOCATION, "manual__joined", limit_s=400) == "success"
+    plan = msgspec.json.decode(_object("runs/manual__joined/plan/plan.json"), type=AllocationPlan)
+    fleet = dispatching.observe(stack.home / "agents.toml", stack.home / "keys").fleet
+    assert len(fleet.instances) == sum(row.count for row in plan.instances)
+
+
+def test_every_server_listens_on_loopback_only(stack) -> None:
+    """No component of the stack can be reached from another machine."""
+    pids = {str(child.pid) for child in stack.children.running().values()}
+    pids |= {str(pid) for child in stack.children.running().values() for pid in stack.descendants(child.pid)}
+    inodes = {link for pid in pids for link in _sockets(pid)}
+    listening = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    mine = {(row[1].split(":")[0], row[9]) for row in listening if row[9] in inodes}
+    assert len(mine) >= 4, "PostgreSQL, Redis, S3 and the API server listen"
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert {address for address, _ in mine} <= loopback
+
+
+def _sockets(pid: str) -> set[str]:
+    found = set()
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(path.readlink())
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:
+        return found
+    return found
