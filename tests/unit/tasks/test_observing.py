@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch):
 
 
 def _values() -> dict[str, dict[tuple[str, ...], float]]:
-    """By metric: values by their labels' values in the order of the labels' names, as Prometheus's own parser reads them."""
+    """By metric: values by their labels' values, in the order of the labels' names."""
     families = text_string_to_metric_families(observing.text(Settings()))
     return {one.name: {tuple(s.labels.values()): s.value for s in one.samples} for one in families}
 
