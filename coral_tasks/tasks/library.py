@@ -117,6 +117,29 @@ def build_parts(
     return keys, len(tables) - len(missing)
 
 
+def chunks_to_spread(address: str, table: ProfileTable, options: BuildOptions) -> list[tuple[int, int]]:
+    """Chunks of a set that are worth a worker each; none for a small set or one that the library has."""
+    from coral_tasks.storage.library import find_part
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.templates import large_chunks, set_key
+
+    built = find_part(open_store(address), set_key(table, options)) is not None
+    return [] if built else large_chunks(table, options)
+
+
+def keep_chunk(address: str, table: ProfileTable, options: BuildOptions, chunk: tuple[int, int] | None) -> None:
+    """Solve ``chunk``, or with None all that chunks rest on, and keep it in the store until the set is built."""
+    from coral_tasks.storage.chunks import StoredChunks
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.templates import keep_large_chunk, keep_smaller
+
+    keeper = StoredChunks(open_store(address))
+    if chunk is None:
+        keep_smaller(table, options, keeper)
+    else:
+        keep_large_chunk(table, options, keeper, *chunk)
+
+
 def publish_parts(
     address: str,
     keys: Sequence[str],

@@ -111,12 +111,12 @@ class _Build:
         while not self.open_chunks and not chunks and not self.done:
             self.size += 1
             if not self.done:
-                first, last = int(self.tree.offsets[self.size]), int(self.tree.offsets[self.size + 1])
-                chunks = [(start, min(start + CHUNK_SIZE, last)) for start in range(first, last, CHUNK_SIZE)]
+                chunks = _chunks_of(self.tree, self.size)
         self.open_chunks.update(chunks)
         return chunks
 
     def task(self, first: int, last: int) -> _Task:
+        """One chunk of size ``size``."""
         options, table = self.options, self.table
         limit = np.inf if options.memory_ratio is None else options.memory_ratio * table.checkpoint_bytes
         memory = tuple(float(one) for one in table.node_memory_bytes)
@@ -124,12 +124,59 @@ class _Build:
         smaller = self.found.throughput[: int(self.tree.offsets[self.size])]
         return _Task(table.throughput, tree, options.latency_split, smaller, first, last)
 
+    def kept(self, keeper: ChunkKeeper | None, first: int, last: int) -> Solutions | None:
+        """A chunk that ``keeper`` has, None if it has none or a damaged one."""
+        stored = None if keeper is None else keeper.load(self.key, first, last)
+        return None if stored is None else Solutions.from_arrays(stored, last - first, self.tree.max_nodes)
+
     def take(self, first: int, last: int, part: Solutions) -> None:
         self.found.put(first, part)
         self.open_chunks.remove((first, last))
 
     def finish(self) -> BuildResult:
         return finish_template_set(self.table, self.options, self.tree, self.found)
+
+
+def _chunks_of(tree: CombinationTree, size: int) -> list[tuple[int, int]]:
+    first, last = int(tree.offsets[size]), int(tree.offsets[size + 1])
+    return [(start, min(start + CHUNK_SIZE, last)) for start in range(first, last, CHUNK_SIZE)]
+
+
+def large_chunks(table: ProfileTable, options: BuildOptions) -> list[tuple[int, int]]:
+    """Ranges of the largest size, if there are several: most of the work, and worth spreading over machines."""
+    check_table(table)
+    chunks = _chunks_of(tree_of(in_name_order(table), options), options.max_nodes)
+    return chunks if len(chunks) > 1 else []
+
+
+def keep_smaller(table: ProfileTable, options: BuildOptions, keeper: ChunkKeeper) -> None:
+    """Solve and keep every size but the largest: what all of its chunks rest on."""
+    _with_smaller(table, options, keeper)
+
+
+def keep_large_chunk(table: ProfileTable, options: BuildOptions, keeper: ChunkKeeper, first: int, last: int) -> None:
+    """Solve and keep one of ``large_chunks``. Smaller sizes that are not kept yet are solved first."""
+    build = _with_smaller(table, options, keeper)
+    build.size = build.tree.max_nodes
+    _kept_or_solved(build, keeper, first, last)
+
+
+def _with_smaller(table: ProfileTable, options: BuildOptions, keeper: ChunkKeeper) -> _Build:
+    build = _Build.of(table, options)
+    for size in range(1, build.tree.max_nodes):
+        build.size = size
+        for first, last in _chunks_of(build.tree, size):
+            build.found.put(first, _kept_or_solved(build, keeper, first, last))
+    return build
+
+
+def _kept_or_solved(build: _Build, keeper: ChunkKeeper, first: int, last: int) -> Solutions:
+    kept = build.kept(keeper, first, last)
+    if kept is not None:
+        return kept
+    found = _run(build.task(first, last))
+    keeper.save(build.key, first, last, found.arrays())
+    return found
 
 
 class _Runner(Protocol):
@@ -220,16 +267,12 @@ class _Work:
         chunks = build.next_chunks()
         while chunks:
             for first, last in chunks:
-                kept = self._kept(build, first, last)
+                kept = build.kept(self._keeper, first, last)
                 if kept is None:
                     self._running[runner.submit(build.task(first, last))] = (build, first, last)
                 else:
                     self._take(build, first, last, kept)
             chunks = build.next_chunks()
-
-    def _kept(self, build: _Build, first: int, last: int) -> Solutions | None:
-        stored = None if self._keeper is None else self._keeper.load(build.key, first, last)
-        return None if stored is None else Solutions.from_arrays(stored, last - first, build.tree.max_nodes)
 
     def _collect(self) -> None:
         ready, _ = wait(self._running, return_when=FIRST_COMPLETED)

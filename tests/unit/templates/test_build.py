@@ -18,6 +18,9 @@ from coral_tasks.templates import (
     Reduction,
     build_template_set,
     build_template_sets,
+    keep_large_chunk,
+    keep_smaller,
+    large_chunks,
     pool,
     set_key,
 )
@@ -290,6 +293,42 @@ def test_an_interrupted_build_goes_on_and_gives_the_same(monkeypatch) -> None:
         assert resumed[key].templates.ids == result.templates.ids
         assert resumed[key].templates.slot_stage.tobytes() == result.templates.slot_stage.tobytes()
         assert resumed[key].counts == result.counts
+
+
+def test_chunks_solved_elsewhere_give_the_same_set(monkeypatch) -> None:
+    """Chunks of the largest size, solved one by one and in any order, are all that the build then takes: it solves
+    nothing again and gives the set of an undisturbed build. A set of one chunk is not worth spreading.
+    """
+    table, options = random_table(7), BuildOptions(max_nodes=3)
+    assert large_chunks(table, options) == []
+    ((_, undisturbed),) = build_template_sets([table], options)
+    monkeypatch.setattr(pool, "CHUNK_SIZE", 4)
+    chunks = large_chunks(table, options)
+    assert [last - first for first, last in chunks] == [4, 4, 2]  # 10 combinations of three nodes of three kinds
+    keeper = Keeper()
+    keep_smaller(table, options, keeper)
+    assert keeper.num_saved == 1 + 2  # 3 single nodes, 6 pairs
+    for first, last in reversed(chunks):
+        keep_large_chunk(table, options, keeper, first, last)
+    assert keeper.num_saved == 1 + 2 + 3
+    ((_, spread),) = build_template_sets([table], options, keeper=keeper)
+    assert keeper.num_saved == 1 + 2 + 3
+    assert spread.counts == undisturbed.counts
+    for name in ("node_counts", "throughput", "runtime", "slot_stage", "stage_layers", "stage_quanta"):
+        assert getattr(spread.templates, name).tobytes() == getattr(undisturbed.templates, name).tobytes()
+
+
+def test_a_chunk_without_the_smaller_sizes_solves_them_first(monkeypatch) -> None:
+    """A worker that comes before the smaller sizes are kept is not wrong, only slower."""
+    monkeypatch.setattr(pool, "CHUNK_SIZE", 4)
+    table, options = random_table(8), BuildOptions(max_nodes=3)
+    keeper, alone = Keeper(), Keeper()
+    keep_smaller(table, options, keeper)
+    for one in (keeper, alone):
+        keep_large_chunk(table, options, one, *large_chunks(table, options)[1])
+    assert {key: values["throughput"].tobytes() for key, values in alone.chunks.items()} == {
+        key: values["throughput"].tobytes() for key, values in keeper.chunks.items()
+    }
 
 
 def test_a_damaged_chunk_is_solved_again() -> None:
