@@ -1,7 +1,14 @@
-"""Every five minutes, on a price change or a new library: inputs → gate → plan → check → dispatch → report.
+"""Every five minutes, on a price change or a new library: inputs → gate → plan → check → decide → dispatch → report.
 
 Wiring only; the work is in ``coral_tasks.tasks.allocation``. Asset events can be lost or merged, so every run reads
 the newest state itself; commands are idempotent and fenced by an epoch, so a retry never starts an engine twice.
+
+**Modes** (parameter ``mode``, else ``CORAL_MODE``): *advisory* plans and explains and touches nothing; *approve* asks a
+person in "Required Actions" when cost or fleet change beyond the limits, and changes nothing without a yes; *auto* goes
+on alone.
+
+**To stop it**: pause the DAG; what runs stays as it is. **If a run is red**: its tasks' button "Coral" shows what was
+refused and why; the plan in force is unchanged. Start a new run rather than clear an old one: an old plan is refused.
 """
 
 from __future__ import annotations
@@ -9,8 +16,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable, Param, chain, dag, task
-from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, PRICE_CHANGE, START
+from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable, chain, dag, task
+from coral_airflow.approval import PlanApproval
+from coral_airflow.parameters import params_of
+from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, PRICE_CHANGE, START, described_events
+
+from coral_tasks.tasks.run_parameters import ALLOCATION_SCHEMA
 
 INPUTS = ("demand", "prices", "availability", "running")
 
@@ -27,25 +38,23 @@ INPUTS = ("demand", "prices", "availability", "running")
     default_args=DEFAULT_ARGS | {"execution_timeout": timedelta(minutes=10)},
     tags=["coral"],
     doc_md=__doc__,
-    params={
-        "reason": Param("schedule", type="string", maxLength=200, description="Why this run, for the record"),
-        "mode": Param("", enum=["", "advisory", "auto"], description="Empty: the configured mode"),
-        "as_of": Param("", type="string", description="Plan for this moment (ISO, with zone); empty: now"),
-    },
+    params=params_of(ALLOCATION_SCHEMA),
 )
 def coral_allocation() -> None:
     """Join the tasks of one allocation run."""
 
     @task
-    def open_run(params: Any = None, run_id: Any = None) -> str:
-        """Make the run's folder; pin the moment and the library version everything below refers to."""
+    def open_run(params: Any = None, run_id: Any = None, triggering_asset_events: Any = None) -> str:
+        """Make the run's folder; pin moment, mode, reason and library version that everything below refers to."""
         from coral_tasks.tasks import allocation
 
-        return allocation.open_run(run_id, dict(params))
+        return allocation.open_run(run_id, dict(params), described_events(triggering_asset_events))
 
-    @task(map_index_template="{{ table }}")
+    @task(
+        map_index_template="{{ table }}",
+        doc_md="Copy one input from its source into the run's folder, with the values that this run was given.",
+    )
     def ingest(table: str, run: str) -> str:
-        """Copy one input from its source into the run's folder."""
         from coral_tasks.tasks import allocation
 
         return allocation.ingest(run, table)
@@ -71,23 +80,30 @@ def coral_allocation() -> None:
 
         return allocation.check(run)
 
+    decide = PlanApproval(
+        task_id="decide",
+        doc_md="Compares the plan with what runs. In mode approve, beyond the limits, waits for a person's answer "
+        "in Required Actions; no answer in time is a no. After a no nothing is sent and the plan in force stays.",
+    )
+
     @task
     def dispatch(run: str) -> str:
-        """Send the transition's commands to the node agents, unless the mode forbids it."""
+        """Send the transition's commands to the node agents, unless mode, answer or a stale plan forbid it."""
         from coral_tasks.tasks import allocation
 
         return allocation.dispatch(run)
 
     @task(retries=0)
     def wait_converged(run: str) -> str:
-        """Wait until the observed fleet is the plan."""
+        """Look once more, from outside: the observed fleet is the plan."""
         from coral_tasks.tasks import allocation
 
         return allocation.wait_converged(run)
 
-    @task
+    # none_failed: after a person's no, dispatch is skipped, and the run still tells what was planned and why not sent.
+    @task(trigger_rule="none_failed")
     def publish(run: str) -> dict[str, Any]:
-        """Write routing table and report; make them the current ones."""
+        """Explain, write the report; make the plan the current one if it was sent."""
         from coral_tasks.tasks import allocation
 
         return allocation.publish(run)
@@ -95,7 +111,8 @@ def coral_allocation() -> None:
     run = open_run()
     gated = gate(run)
     chain(ingest.partial(run=run).expand(table=list(INPUTS)), gated)
-    publish(wait_converged(dispatch(check(solve(gated)))))
+    checked = check(solve(gated))
+    chain(checked, decide, dispatch(checked), wait_converged(checked), publish(checked))
 
 
 coral_allocation()

@@ -1,6 +1,8 @@
 """Nightly: measurements → profiles of every node configuration → serving templates → one published library version.
 
-Wiring only; the work is in ``coral_tasks.tasks.nightly``. Paths and ids travel between tasks, never tables.
+Wiring only; the work is in ``coral_tasks.tasks.nightly``. Paths and ids travel between tasks, never tables. Real
+measurements run in one pool for each GPU type, so that they never take more nodes of a type than its pool has slots.
+A version that the regression gate refuses is not published: the one in force stays, and the run is red.
 """
 
 from __future__ import annotations
@@ -8,8 +10,40 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import CronTriggerTimetable, Param, dag, task
-from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, START
+from airflow.sdk import CronTriggerTimetable, TaskGroup, dag, task
+from airflow.sdk.exceptions import AirflowSkipException
+from coral_airflow.parameters import params_of
+from coral_airflow.policy import DEFAULT_ARGS, GPU_TYPES, LIBRARY, START, gpu_pool, gpu_queue
+
+from coral_tasks.tasks.run_parameters import LIBRARY_SCHEMA
+
+
+@task
+def due(gpu_type: str, planned: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Pick what is due on nodes of one GPU type."""
+    return planned[gpu_type]
+
+
+@task(
+    map_index_template="{{ item['configuration'] }}",
+    execution_timeout=timedelta(hours=2),
+    doc_md="Measure one node configuration through its agent, in the pool of its GPU type. Skipped if nothing is due.",
+)
+def measure(item: dict[str, Any]) -> list[str]:
+    """Measure one node configuration through its agent."""
+    from coral_tasks.tasks import nightly
+
+    return nightly.measure(item)
+
+
+def measured(planned: Any) -> list[Any]:
+    """One mapped task for each GPU type, each with a pool of its own: a mapped task's instances share one."""
+    tasks = []
+    for gpu_type in GPU_TYPES:
+        items = due.override(task_id=f"due_{gpu_type}")(gpu_type, planned)
+        named = measure.override(task_id=gpu_type, pool=gpu_pool(gpu_type), queue=gpu_queue(gpu_type))
+        tasks.append(named.expand(item=items))
+    return tasks
 
 
 @dag(
@@ -22,10 +56,7 @@ from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, START
     default_args=DEFAULT_ARGS,
     tags=["coral"],
     doc_md=__doc__,
-    params={
-        "setup": Param("", type="string", description="Setup of the catalogue; empty: the configured one"),
-        "force": Param(default=False, type="boolean", description="Publish even if the regression gate refuses"),
-    },
+    params=params_of(LIBRARY_SCHEMA),
 )
 def coral_template_library() -> None:
     """Join the nightly tasks."""
@@ -36,24 +67,23 @@ def coral_template_library() -> None:
 
         return nightly.plan_profiling(run_id, dict(params))
 
-    @task
-    def plan_measurements(params: Any = None, run_id: Any = None) -> list[dict[str, Any]]:
-        """Which node configurations to measure with real vLLM on which idle node. None is the normal case."""
+    @task(multiple_outputs=False)
+    def plan_measurements(params: Any = None, run_id: Any = None) -> dict[str, list[dict[str, Any]]]:
+        """By GPU type, which node configurations to measure on which idle node. Skipped if none is due, as often."""
         from coral_tasks.tasks import nightly
 
-        return nightly.plan_measurements(run_id, dict(params))
-
-    @task(map_index_template="{{ item['configuration'] }}", execution_timeout=timedelta(hours=2))
-    def measure(item: dict[str, Any]) -> list[str]:
-        """Measure one node configuration through its agent. Skipped if nothing is due."""
-        from coral_tasks.tasks import nightly
-
-        return nightly.measure(item)
+        due = nightly.measurements_by_gpu_type(run_id, dict(params))
+        if not any(due.values()):
+            raise AirflowSkipException("no node configuration is due, or no idle node has real vLLM")
+        return due
 
     # none_failed: a night without measurements skips `measure`, and the library must still be built.
-    @task(map_index_template="{{ item['model'] }}", trigger_rule="none_failed")
+    @task(
+        map_index_template="{{ item['model'] }}",
+        trigger_rule="none_failed",
+        doc_md="Write the profile tables of one model, every node configuration from its best source.",
+    )
     def profile(item: dict[str, str]) -> list[dict[str, str]]:
-        """Write the profile tables of one model, every node configuration from its best source."""
         from coral_tasks.tasks import nightly
 
         return nightly.profile(item)
@@ -65,24 +95,34 @@ def coral_template_library() -> None:
 
         return nightly.plan_templates(list(profiled))
 
-    @task(map_index_template="{{ item['model'] }} {{ item['phase'] }}", execution_timeout=timedelta(hours=2))
+    @task(
+        map_index_template="{{ item['model'] }} {{ item['phase'] }}",
+        execution_timeout=timedelta(hours=2),
+        doc_md="Find the best placement of every node combination; drop what smaller templates replace.",
+    )
     def build_templates(item: dict[str, str]) -> dict[str, str]:
-        """Find the best placement of every node combination; drop what smaller templates replace."""
         from coral_tasks.tasks import nightly
 
         return nightly.build_templates(item)
 
     @task(outlets=[LIBRARY])
-    def publish(parts: list[dict[str, str]], params: Any = None, outlet_events: Any = None) -> dict[str, Any]:
-        """Validate, compare with the version before, publish, move the pointer."""
+    def publish(
+        parts: list[dict[str, str]], params: Any = None, run_id: Any = None, outlet_events: Any = None
+    ) -> dict[str, Any]:
+        """Validate, compare with the version before, publish, move the pointer. Skipped at the end of a dry run."""
         from coral_tasks.tasks import nightly
 
-        result = nightly.publish(list(parts), force=bool(params["force"]))
+        result = nightly.publish(list(parts), dict(params))
+        nightly.note_result(run_id, result)
+        if not result["published"]:
+            raise AirflowSkipException(f"dry run: version {result['version']} was built and is not published")
         outlet_events[LIBRARY].extra = {"version": result["version"], "changed": result["changed"]}
         return result
 
     profiled = profile.expand(item=plan_profiling())
-    measure.expand(item=plan_measurements()) >> profiled
+    planned = plan_measurements()
+    with TaskGroup("measurements", tooltip="Real vLLM on idle nodes, one pool for each GPU type"):
+        measured(planned) >> profiled
     publish(build_templates.expand(item=plan_templates(profiled)))
 
 

@@ -21,6 +21,7 @@ Values = Mapping[str, Any]
 MAX_OPEN_MODELS: Final = 6
 """With more models than this, pipelines start folded."""
 
+_FACTS: Final = ("as_of", "library_version", "mode", "reason", "setup")
 _PHASE_COLORS: Final = {"prefill": "#3b82c4", "decode": "#e8804c", "aggregated": "#3f9e6e"}
 _OTHER_COLORS: Final = ("#3b82c4", "#e8804c", "#3f9e6e", "#8f6bc0", "#c9a227", "#c2556e", "#4aa3a8", "#7d8a97")
 
@@ -80,11 +81,12 @@ def overview_page(values: Values, *, airflow: str = "") -> str:
     sections = [
         ("plan", "Plan", _plan_section(plan)),
         ("why", "What binds", _why_section(values["explanation"])),
+        ("change", "What changed", _change_section(values["change"])),
         ("cost", "Cost over time", _cost_section(values["history"])),
         ("demand", "Demand and capacity", _demand_section(plan)),
         ("fleet", "Fleet", _fleet_section(plan, values["fleet"])),
         ("pipelines", "Pipelines", _pipelines_section(plan, values["fleet"])),
-        ("transition", "Last transition", _transition_section(values["transition"])),
+        ("transition", "Transition", _progress_note(values["progress"]) + _transition_part(values)),
         ("library", "Template library", _library_section(values["library"])),
         ("runs", "Runs, gate, failures", _runs_section(values["runs"])),
     ]
@@ -96,13 +98,17 @@ def overview_page(values: Values, *, airflow: str = "") -> str:
 def run_page(values: Values, *, airflow: str = "") -> str:
     """The page of one run: its plan, what the gate said, what was sent, what failed."""
     run, pinned = values["run"], _sound(values["pinned"]) or {}
+    begun = pinned or _sound(values["nightly"]) or {}
     state = "complete" if values["sealed"] else "not complete"
-    facts = ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in pinned.items() if text)
+    facts = ", ".join(f"{name.replace('_', ' ')} {begun[name]}" for name in _FACTS if begun.get(name))
     link = _airflow_link(run, airflow, "open in Airflow") if pinned else ""
     parts = [
         f'<p><a href="./">All of Coral</a></p><h1>Run {escape(run)}</h1>',
         f'<p class="dim">{escape(f"{state}; {facts}")} {link}</p>',
         *map(_failure_note, values["failures"]),
+        _section("Given by hand", _given_table(begun.get("given") or {})) if begun.get("given") else "",
+        _section("Approval", _approval_note(values["approval"])) if values["approval"] else "",
+        _section("What it changes", _change_section(values["change"]) + _transition_link(run, drawn=values["drawn"])),
         _section("Plan", _plan_section(values["plan"])),
         _section("What binds", _why_section(values["explanation"])),
         _section("Gate", "".join(map(_gate_report, values["gate"])) or _none("The gate has not looked yet.")),
@@ -227,6 +233,7 @@ def _chart(label: str, traces: Sequence[Values], layout: Values, height: int) ->
 def _head(values: Values, airflow: str) -> str:
     plan = _sound(values["plan"])
     notes = [*_plan_warnings(plan), *_transition_warnings(_sound(values["transition"]))]
+    asked = "".join(_waiting_note(one, airflow) for one in values["waiting"])
     latest = values["runs"][0] if values["runs"] else None
     if latest is not None and latest["failures"]:
         notes.append(f"The newest run failed; what runs and the plan in force are unchanged. {_first(latest)}")
@@ -234,8 +241,14 @@ def _head(values: Values, airflow: str) -> str:
     what = "No plan is in force yet." if plan is None else f"Plan {plan['id']}, library {plan['library_version']}."
     return (
         f'<h1>Coral</h1><p class="dim">{escape(what)} {link} As of {_time(values["generated_at"])}</p>'
-        f"{''.join(map(_warn, notes))}"
+        f"{asked}{''.join(map(_warn, notes))}"
     )
+
+
+def _waiting_note(waiting: Values, airflow: str) -> str:
+    link = _airflow_link(waiting["run"], airflow, "answer in Airflow, under Required Actions")
+    why = escape("; ".join(waiting["why"]))
+    return f'<p class="warn"><b>A change waits for your answer</b> until {_time(waiting["until"])}: {why}. {link}</p>'
 
 
 def _first(run: Values) -> str:
@@ -294,7 +307,7 @@ def _why_section(explanation: Values | None) -> str:
     sentences = found["sentences"]
     shown = _list(sentences[:8])
     more = _fold(f"{len(sentences) - 8} more", _list(sentences[8:])) if len(sentences) > 8 else ""
-    return f"{_binding_table(found)}{_short_table(found)}{shown}{more}"
+    return f"{_binding_table(found)}{_ban_table(found)}{_short_table(found)}{shown}{more}"
 
 
 def _binding_table(explanation: Values) -> str:
@@ -318,6 +331,62 @@ def _binding_table(explanation: Values) -> str:
             for what, change, one in rows
         ],
     )
+
+
+def _ban_table(explanation: Values) -> str:
+    """What doing without something would cost; nobody has forbidden it."""
+    rows = [
+        (
+            one["ban"],
+            float(one["cost_usd_per_hour"]),
+            float(one["loses_requests_per_s"]),
+            "exact" if one["exact"] else "at most",
+        )
+        for one in explanation["bans"]
+    ]
+    columns = ("doing without", "costs USD/h more", "loses requests/s", "")
+    return table(columns, rows) if rows else ""
+
+
+def _change_section(change: Values | None) -> str:
+    found = _sound(change)
+    if found is None:
+        return _missing(change, "Not compared with what ran.")
+    before, share = found["cost_before"], found["cost_change"]
+    items = [
+        Figure(label="Cost of what ran, today's prices", value="?" if before is None else f"{before:,.2f} USD/h"),
+        Figure(label="Cost of the plan", value=f"{found['cost_after']:,.2f} USD/h"),
+        Figure(label="Change", value="new" if share is None else f"{share:+.1%}"),
+        Figure(label="Nodes started", value=f"{found['nodes_started']:,}"),
+        Figure(label="Nodes stopped", value=f"{found['nodes_stopped']:,}"),
+    ]
+    lists = [("Started", found["started"]), ("Stopped", found["stopped"])]
+    lists += [(f"Changed {name}", texts) for name, texts in sorted(found["moved"].items())]
+    shown = [_fold(f"{title}: {len(texts)}", _list(texts), is_open=len(texts) <= 8) for title, texts in lists if texts]
+    return figures(items) + ("".join(shown) or _none("The same instances go on, on the same inputs."))
+
+
+def _given_table(given: Values) -> str:
+    rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in sorted(given.items())]
+    return _raw_table(
+        ("parameter", "value"), [(_cell(name), f'<td class="wrap">{escape(text)}</td>') for name, text in rows]
+    )
+
+
+def _approval_note(approval: Values) -> str:
+    if "error" in approval:
+        return _warn(f"Cannot be shown: {approval['error']}")
+    asked = f"Asked {_time(approval['asked_at'])}: {escape('; '.join(approval['why']))}."
+    return f"<p>{asked} {_answer(approval['answer'])}</p>"
+
+
+def _answer(answer: Values | None) -> str:
+    if answer is None:
+        return "No answer yet."
+    if answer["timed_out"]:
+        return '<b class="bad">No answer in time</b>: nothing was sent.'
+    word = '<b class="good">approved</b>' if answer["approved"] else '<b class="bad">rejected</b>: nothing was sent'
+    return f"{escape(answer['by'])}, {_time(answer['at'])}: {word}."
 
 
 def _short_table(explanation: Values) -> str:
@@ -354,6 +423,7 @@ def _cost_section(history: Sequence[Values]) -> str:
             "line": {"dash": "dot", "shape": "hv", "color": _OTHER_COLORS[7]},
         },
     ]
+    traces += _baseline_traces(history, times)
     chart = _chart("Cost of every run's plan over time", traces, {"yaxis": {"title": {"text": "USD/h"}}}, 300)
     last = history[-1]
     items = [
@@ -362,8 +432,33 @@ def _cost_section(history: Sequence[Values]) -> str:
         Figure(label="Most", value=f"{max(cost):,.2f} USD/h"),
         Figure(label="Runs shown", value=str(len(history))),
         Figure(label="With a shortage", value=str(sum(one["shortfall_requests_per_s"] > 0 for one in history))),
+        *_baseline_figures(last),
     ]
     return figures(items) + chart
+
+
+def _baseline_traces(history: Sequence[Values], times: Sequence[str]) -> list[Values]:
+    """What simpler planners' plans for the same inputs cost; a gap where one made none."""
+    names = sorted({name for one in history for name in one["baselines"]})
+    return [
+        {
+            "name": f"{name}, same inputs",
+            "x": times,
+            "y": [one["baselines"].get(name) for one in history],
+            "mode": "lines",
+            "line": {"shape": "hv", "color": _OTHER_COLORS[number % len(_OTHER_COLORS)]},
+        }
+        for number, name in enumerate(names, start=3)
+    ]
+
+
+def _baseline_figures(last: Values) -> list[Figure]:
+    cost = last["cost_usd_per_hour"]
+    return [
+        Figure(label=f"{name}, same inputs", value=f"{other:,.2f} USD/h ({other / cost:.2f}×)")
+        for name, other in sorted(last["baselines"].items())
+        if other is not None and cost > 0
+    ]
 
 
 def _demand_section(plan: Values | None) -> str:
@@ -569,6 +664,31 @@ def _leftovers(running: Mapping[tuple[str, str, str], Sequence[Values]]) -> str:
 # Transition ------------------------------------------------------------------------------------------------------
 
 
+def _progress_note(progress: Values | None) -> str:
+    """A dispatch that runs now; nothing if none does."""
+    if progress is None:
+        return ""
+    if "error" in progress:
+        return _warn(f"Cannot be shown: {progress['error']}")
+    done, total = progress["num_done"], progress["num_steps"]
+    share = f"{_meter(done / total)} " if total else ""
+    text = f"round {progress['rounds']}, {done} of {total} steps done{', last: ' if progress['last'] else ''}"
+    return (
+        f'<p class="warn"><b>Under way</b>, epoch {progress["epoch"]} of run {_run_link(progress["run"])}: '
+        f"{share}{escape(text + progress['last'])}. Last sign of life {_time(progress['at'])}.</p>"
+    )
+
+
+def _transition_part(values: Values) -> str:
+    plan = _sound(values["plan"])
+    link = "" if plan is None else _transition_link(plan["run"], drawn=values["drawn"])
+    return _transition_section(values["transition"]) + link
+
+
+def _transition_link(run: str, *, drawn: bool) -> str:
+    return f'<p><a href="transition?id={quote(run, safe="")}">The transition, step by step</a></p>' if drawn else ""
+
+
 def _transition_section(transition: Values | None) -> str:
     found = _sound(transition)
     if found is None:
@@ -667,6 +787,7 @@ def _run_row(run: Values) -> Sequence[str]:
         )
     else:
         told = '<span class="good">complete</span>' if run["sealed"] else '<span class="dim">not complete</span>'
+        told += "".join(f'<div class="dim">{escape(text)}</div>' for text in (run["reason"], run["skipped"]) if text)
     return (
         f"<td>{_run_link(run['run'])}</td>",
         f"<td>{_time(run['at'])}</td>",

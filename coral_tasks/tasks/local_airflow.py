@@ -43,6 +43,8 @@ def airflow_environment(home: Path, *, port: int = 8080) -> dict[str, str]:
         "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
         "AIRFLOW__CORE__PARALLELISM": "4",
+        # Our own limit is below (nightly.MAX_MAPPED) and has its own message; this one holds whatever happens to it.
+        "AIRFLOW__CORE__MAX_MAP_LENGTH": "256",
         "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{root / 'airflow.db'}",
         "AIRFLOW__API__HOST": _LOOPBACK,
@@ -75,16 +77,16 @@ def _program(name: str) -> str:
 
 
 def migrate_database(home: Path) -> None:
-    """Create or upgrade Airflow's database. Raises CoralFault with Airflow's own words if that fails."""
+    """Create or upgrade Airflow's database, with the pools of our DAGs. Raises CoralFault with Airflow's own words."""
     done = subprocess.run(  # noqa: S603 - our own interpreter's script
-        [_program("airflow"), "db", "migrate"],
+        [sys.executable, str(PROJECT / "plugins" / "coral_airflow" / "prepare.py")],
         env=airflow_environment(home),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise CoralFault(f"airflow db migrate failed:\n{done.stderr[-2000:]}")
+        raise CoralFault(f"Airflow's database could not be made ready:\n{done.stderr[-2000:]}")
 
 
 @contextlib.contextmanager

@@ -7,34 +7,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from coral_tasks.domain.errors import Unavailable
+import msgspec
+
+from coral_tasks.domain.errors import Unavailable, ValidationFailed, Violation
 from coral_tasks.domain.names import Phase
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import library
 from coral_tasks.tasks.inputs import run_store
+from coral_tasks.tasks.run_parameters import LibraryParameters, read_library
 from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
+    from coral_tasks.catalog.catalog import Setup
     from coral_tasks.domain.profiles import ProfileTable
+    from coral_tasks.storage.manifest import Manifest
+    from coral_tasks.storage.objects import ObjectStore
 
-_MEASURE_S = 6000.0
+_MEASURE_S: Final = 6000.0
 """Time for the jobs of one measuring task, below its limit of two hours."""
+
+MAX_MAPPED: Final = 200
+"""Most tasks that one step spreads into: Airflow's scheduler slows down far below its own limit of 1,024."""
+
+_RUN: Final = "nightly.json"
+_RESULT: Final = "library.json"
 
 
 @shared()
 def plan_profiling(run_id: str, params: Mapping[str, Any]) -> list[dict[str, str]]:
     """One item for each model of the setup. Raises Unavailable if there is none: an empty mapping would turn green."""
+    settings = Settings()
+    given, setup = _given(settings, params)
+    run = run_store(settings).open(run_id)
+    run.put_json(_RUN, {"reason": given.reason, "setup": setup.name, "given": msgspec.to_builtins(given)}, replace=True)
+    models = [str(one.model.id) for one in setup.models if not given.models or one.model.id in given.models]
+    if not models:
+        raise Unavailable(f"setup {setup.name} has no model to profile")
+    return _bounded([{"run": run_id, "setup": setup.name, "model": model} for model in models], "models")
+
+
+def _given(settings: Settings, params: Mapping[str, Any]) -> tuple[LibraryParameters, Setup]:
+    """Parameters, checked, and their setup. Raises ValidationFailed, UnknownName."""
     from coral_tasks.catalog import load_catalog
 
-    settings = Settings()
-    name = params.get("setup") or settings.setup
-    setup = load_catalog().setup(name)
-    run_store(settings).open(run_id)
-    if not setup.models:
-        raise Unavailable(f"setup {name} has no model to profile")
-    return [{"run": run_id, "setup": name, "model": str(one.model.id)} for one in setup.models]
+    setup = load_catalog().setup(str(params.get("setup") or settings.setup))
+    return read_library(params, [str(one.model.id) for one in setup.models]), setup
+
+
+def _bounded[Item](items: list[Item], what: str) -> list[Item]:
+    """The items of one mapped step. Raises ValidationFailed if there are too many for Airflow to spread."""
+    if len(items) <= MAX_MAPPED:
+        return items
+    rule = f"more {what} than the {MAX_MAPPED} tasks that one run may spread into; use several setups"
+    raise ValidationFailed([Violation(table="setup", row="", value=str(len(items)), rule=rule)])
 
 
 @shared("measurements")
@@ -44,19 +71,20 @@ def plan_measurements(run_id: str, params: Mapping[str, Any]) -> list[dict[str, 
     Due: a model of the setup was not measured on it within ``measurement_max_age_s``. An item holds as many models as
     there is time for in one task; the rest is due again the next night.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
     from datetime import UTC, datetime, timedelta
 
-    from coral_tasks.catalog import load_catalog
     from coral_tasks.tasks import dispatching, measuring, profiling
 
     settings = Settings()
-    setup = load_catalog().setup(params.get("setup") or settings.setup)
+    given, setup = _given(settings, params)
     fleet = measuring.Fleet.of(settings.home)
     if not fleet.agents.exists():
         return []
     rows = [row for run in profiling.read_measurements_of(settings.home) for row in run]
     oldest = datetime.now(UTC) - timedelta(seconds=settings.measurement_max_age_s)
+    chosen = tuple(one for one in setup.models if not given.models or one.model.id in given.models)
+    setup = replace(setup, models=chosen)
     due = measuring.due_models(setup, rows, oldest=oldest)
     seen = dispatching.observe(fleet.agents, fleet.keys)
     most = max(1, int(_MEASURE_S // settings.measurement_timeout_s))
@@ -64,6 +92,17 @@ def plan_measurements(run_id: str, params: Mapping[str, Any]) -> list[dict[str, 
         {"run": run_id, "setup": setup.name, **asdict(one), "models": list(one.models[:most])}
         for one in measuring.plan_assignments(setup, seen, due)
     ]
+
+
+def measurements_by_gpu_type(run_id: str, params: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The items of ``plan_measurements`` for every GPU type of the catalogue: each type has a pool of its own."""
+    from coral_tasks.catalog import load_catalog
+
+    catalog = load_catalog()
+    found: dict[str, list[dict[str, Any]]] = {str(name): [] for name in catalog.gpu_types}
+    for item in plan_measurements(run_id, params):
+        found[str(catalog.configuration(item["configuration"]).gpu.name)].append(item)
+    return {name: _bounded(items, f"configurations with {name}") for name, items in found.items()}
 
 
 @shared("measurements")
@@ -128,7 +167,7 @@ def plan_templates(profiled: Sequence[Sequence[Mapping[str, str]]]) -> list[dict
     items = [dict(item) for items in profiled for item in items]
     if not items:
         raise Unavailable("no profile table to build templates from")
-    return items
+    return _bounded(items, "models and phases")
 
 
 @shared()
@@ -140,29 +179,38 @@ def build_templates(item: Mapping[str, str]) -> dict[str, str]:
     return {**item, "key": keys[0], "reused": str(bool(num_reused))}
 
 
-def publish(parts: Sequence[Mapping[str, str]], *, force: bool = False) -> dict[str, Any]:
-    """Join the sets to a version and make it current if the regression gate agrees; version and what changed."""
+def publish(parts: Sequence[Mapping[str, str]], params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Join the sets to a version and make it current if the regression gate agrees; version and what changed.
+
+    After a run for some models the others keep the sets of the version in force. A dry run publishes nothing and says
+    what the gate would. Raises PublicationRefused, Unavailable if there is no version to keep sets from.
+    """
     from datetime import UTC, datetime, timedelta
 
     from coral_tasks.storage.library import current_manifest, remove_old
     from coral_tasks.storage.objects import open_store
 
-    address = library_address(Settings())
+    settings = Settings()
+    given, setup = _given(settings, params or {})
+    address = library_address(settings)
     store = open_store(address)
     before = current_manifest(store)
-    publication = library.Publication(force=force)
-    keys = [part["key"] for part in parts]
+    publication = library.Publication(force=given.force, publish=not given.dry_run)
+    keys = [*(part["key"] for part in parts), *_kept_keys(before, given.models, setup)]
     manifest = library.publish_parts(address, keys, {phase: library.options_for(phase) for phase in Phase}, publication)
-    remove_old(store, keep_versions=publication.keep_versions, now=datetime.now(UTC), grace=timedelta(days=1))
-    if parts:
+    if not given.dry_run:
+        remove_old(store, keep_versions=publication.keep_versions, now=datetime.now(UTC), grace=timedelta(days=1))
+    if parts and not given.dry_run and not given.models:  # tables of some models would replace those of all
         _publish_profiles(parts[0]["run"], parts)
-    return {
+    result = {
         "version": manifest.version,
         "changed": before is None or before.version != manifest.version,
+        "published": not given.dry_run,
         "num_templates": sum(entry.num_rows for entry in manifest.sets),
         "num_reused": sum(part["reused"] == "True" for part in parts),
         "address": address,
     }
+    return result | ({"objections": _objections(store, before, manifest)} if given.dry_run else {})
 
 
 @shared("profiles")
@@ -181,6 +229,32 @@ def _publish_profiles(run_id: str, parts: Sequence[Mapping[str, str]]) -> None:
 
 def _notes_file(model: str) -> str:
     return f"profiles/{model}.json"
+
+
+def _kept_keys(before: Manifest | None, models: Sequence[str], setup: Setup) -> list[str]:
+    """Sets of the models that were left out; those that the setup no longer has go."""
+    if not models:
+        return []
+    if before is None:
+        raise Unavailable("no library version is in force to keep the other models' sets from: run for all models")
+    others = {str(one.model.id) for one in setup.models} - set(models)
+    return [entry.key for entry in before.sets if entry.model in others]
+
+
+def _objections(store: ObjectStore, before: Manifest | None, manifest: Manifest) -> list[str]:
+    """What the regression gate would say of a version that is not published."""
+    from coral_tasks.storage.library import read_version
+    from coral_tasks.storage.regression import RegressionLimits, compare_libraries, reasons_against
+
+    if before is None:
+        return []
+    pair = compare_libraries(read_version(store, before.version), read_version(store, manifest.version))
+    return list(reasons_against(pair, RegressionLimits()))
+
+
+def note_result(run_id: str, result: Mapping[str, Any]) -> None:
+    """Keep beside the run what its publication, or dry run, came to."""
+    run_store(Settings()).open(run_id).put_json(_RESULT, dict(result), replace=True)
 
 
 def library_address(settings: Settings) -> str:

@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -94,6 +94,13 @@ class _Option(msgspec.Struct, frozen=True):
     exact: bool
 
 
+class _Ban(msgspec.Struct, frozen=True):
+    ban: str
+    cost_usd_per_hour: float
+    loses_requests_per_s: float
+    exact: bool
+
+
 class _ShortModel(msgspec.Struct, frozen=True):
     model: str
     shortfall_requests_per_s: float
@@ -109,15 +116,81 @@ class _Explanation(msgspec.Struct, frozen=True):
     binding: tuple[_Binding, ...] = ()
     options: tuple[_Option, ...] = ()
     short: tuple[_ShortModel, ...] = ()
+    bans: tuple[_Ban, ...] = ()
 
 
 class _Pinned(msgspec.Struct, frozen=True):
-    """``run.json``."""
+    """``run.json`` of a run; in ``current/`` with the plan that it brought into force."""
 
     as_of: str
     library_version: str
     mode: str
     reason: str
+    setup: str = ""
+    given: dict[str, Any] = {}
+    run: str = ""
+    plan: str = ""
+
+
+class _Nightly(msgspec.Struct, frozen=True):
+    """``nightly.json``."""
+
+    reason: str
+    setup: str
+    given: dict[str, Any] = {}
+
+
+class _Changed(msgspec.Struct, frozen=True):
+    """``change.json``: the plan against what ran."""
+
+    cost_before: float | None
+    cost_after: float
+    cost_change: float | None
+    fleet_change: float | None
+    nodes_before: int
+    nodes_started: int
+    nodes_stopped: int
+    started: tuple[str, ...]
+    stopped: tuple[str, ...]
+    moved: dict[str, tuple[str, ...]]
+
+
+class _Question(msgspec.Struct, frozen=True):
+    """``approval.json``."""
+
+    needed: bool
+    why: tuple[str, ...] = ()
+    asked_at: str = ""
+    timeout_s: float = 0.0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """``answer.json``."""
+
+    asked_at: str
+    approved: bool
+    by: str
+    timed_out: bool
+    at: str
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """``dispatch/progress.json``: a dispatch while it runs."""
+
+    run: str
+    epoch: int
+    rounds: int
+    num_steps: int
+    num_done: int
+    last: str
+    at: str
+
+
+class _Baseline(msgspec.Struct, frozen=True):
+    """What another planner's plan for the same inputs would cost."""
+
+    cost_usd_per_hour: float | None = None
+    shortfall_requests_per_s: float | None = None
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -195,16 +268,22 @@ def overview(settings: Settings, *, now: datetime | None = None) -> Values:
     """Everything the page shows. Missing parts are None, unreadable ones ``{"error": message}``."""
     folders = _newest_folders(settings)
     history = _history(folders)
-    plan = _current_plan(settings)
-    run = _run_of(plan, history)
+    in_force = _in_force(settings)
+    plan = _current_plan(settings, in_force)
+    run = "" if in_force is None else in_force.run
     seen = _part(lambda: _last_dispatch(settings))
+    moment = now or datetime.now(UTC)
     return {
-        "generated_at": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "generated_at": moment.isoformat(timespec="seconds"),
         "plan": _part(lambda: _plan_values(settings, plan, run)),
         "explanation": _part(lambda: _explanation(settings.home / "runs" / run)) if run else None,
+        "change": _part(lambda: _change(settings.home / "runs" / run)) if run else None,
         "history": history,
         "fleet": seen if seen is None or "error" in seen else seen["fleet"],
         "transition": seen if seen is None or "error" in seen else seen["transition"],
+        "progress": _part(lambda: _progress(settings)),
+        "waiting": [one for folder in folders[:MAX_LISTED] if (one := _waiting(folder, moment)) is not None],
+        "drawn": bool(run) and _is_drawn(settings.home / "runs" / run),
         "library": _part(lambda: _library_values(settings)),
         "runs": _recent(folders, history),
     }
@@ -217,6 +296,10 @@ def run_view(settings: Settings, run_id: str) -> Values:
     return {
         "run": run_id,
         "pinned": _part(lambda: _plain(_optional(folder / "run.json", _Pinned))),
+        "nightly": _part(lambda: _plain(_optional(folder / "nightly.json", _Nightly))),
+        "change": _part(lambda: _change(folder)),
+        "approval": _part(lambda: _approval(folder)),
+        "drawn": _is_drawn(folder),
         "plan": _part(lambda: _plan_values(settings, _plan_at(folder / "plan" / "plan.json"), run_id)),
         "explanation": _part(lambda: _explanation(folder)),
         "gate": _gate(folder),
@@ -321,6 +404,7 @@ def _sealed(folder: Path, stamp: int) -> Values | None:
     try:
         pinned, plan = _read(folder / "run.json", _Pinned), _read(folder / "plan" / "plan.json", _Brief)
         outcome = _optional(folder / "dispatch.json", _Outcome)
+        baselines = _optional(folder / "baselines.json", dict[str, _Baseline]) or {}
     except StorageFault:
         return None
     served = sum(row.disaggregated_requests_per_s + row.aggregated_requests_per_s for row in plan.served)
@@ -336,6 +420,8 @@ def _sealed(folder: Path, stamp: int) -> Values | None:
         "shortfall_requests_per_s": sum(row.shortfall_requests_per_s for row in plan.shortfalls),
         "dispatched": outcome is not None and not outcome.skipped,
         "num_commands": 0 if outcome is None else outcome.num_commands,
+        "skipped": "" if outcome is None else outcome.skipped,
+        "baselines": {name: one.cost_usd_per_hour for name, one in sorted(baselines.items())},
     }
 
 
@@ -355,6 +441,7 @@ def _recent(folders: Sequence[_Folder], history: Sequence[Values]) -> list[Value
                 "sealed": folder.id in sealed,
                 "cost_usd_per_hour": sealed.get(folder.id, {}).get("cost_usd_per_hour"),
                 "reason": sealed.get(folder.id, {}).get("reason", ""),
+                "skipped": sealed.get(folder.id, {}).get("skipped", ""),
                 "gate": dict(Counter(gate)),
                 "failures": failed,
             }
@@ -393,6 +480,46 @@ def _explanation(folder: Path) -> Values | None:
     return found
 
 
+def _change(folder: Path) -> Values | None:
+    found: Values | None = _plain(_optional(folder / "change.json", _Changed))
+    return found
+
+
+def _is_drawn(folder: Path) -> bool:
+    return (folder / "report" / "transition.html").is_file()
+
+
+def transition_page(settings: Settings, run_id: str) -> bytes:
+    """The drawn transition of a run. Raises UnknownName if there is none of that id, or it drew none."""
+    run = run_store(settings).find(run_id)
+    if not _is_drawn(run.folder):
+        raise UnknownName(kind="transition of run", name=run_id, known=[])
+    return run.get("report/transition.html")
+
+
+def _approval(folder: Path) -> Values | None:
+    """What a person was asked and said; None if nothing was asked."""
+    question, answer = _optional(folder / "approval.json", _Question), _optional(folder / "answer.json", _Answer)
+    if question is None or not question.needed:
+        return None
+    fits = answer is not None and answer.asked_at == question.asked_at
+    return {**_plain(question), "answer": _plain(answer) if fits else None}
+
+
+def _waiting(folder: _Folder, now: datetime) -> Values | None:
+    """A question that is still open: not answered, and its time not over."""
+    try:
+        found = _approval(folder.path)
+        if found is None or found["answer"] is not None:
+            return None
+        until = datetime.fromisoformat(found["asked_at"]) + timedelta(seconds=found["timeout_s"])
+    except (StorageFault, ValueError):
+        return None
+    return (
+        {"run": folder.id, "why": found["why"], "until": until.isoformat(timespec="seconds")} if until > now else None
+    )
+
+
 # Plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -400,22 +527,26 @@ def _plan_at(path: Path) -> AllocationPlan | None:
     return planning.read_plan(path) if path.is_file() else None
 
 
-def _current_plan(settings: Settings) -> AllocationPlan | CoralError | None:
-    """The plan in force; the error if it cannot be read, so that only its part of the page says so."""
+def _in_force(settings: Settings) -> _Pinned | None:
+    """The run that brought the plan in force; None if none did, or its record cannot be read."""
     try:
-        return _plan_at(settings.home / "current" / "plan.json")
+        return _optional(settings.home / "current" / "run.json", _Pinned)
+    except StorageFault:
+        return None
+
+
+def _current_plan(settings: Settings, in_force: _Pinned | None) -> AllocationPlan | CoralError | None:
+    """The plan in force; the error if it cannot be read, so that only its part of the page says so.
+
+    ``current/run.json`` decides: beside it the copy of a plan may be newer, if a publication was ended half way.
+    """
+    try:
+        plan = _plan_at(settings.home / "current" / "plan.json")
+        if plan is None or in_force is None or in_force.plan == plan.id:
+            return plan
+        return _plan_at(settings.home / "runs" / in_force.run / "plan" / "plan.json") or plan
     except CoralError as error:
         return error
-
-
-def _run_of(plan: AllocationPlan | CoralError | None, history: Sequence[Values]) -> str:
-    """The newest run that brought this plan into force; "" if it is not known any more."""
-    if plan is None or isinstance(plan, CoralError):
-        return ""
-    fitting = [one for one in history if one["plan"] == plan.id]
-    dispatched = [one["run"] for one in fitting if one["dispatched"]]
-    runs: list[str] = dispatched or [one["run"] for one in fitting]
-    return runs[-1] if runs else ""
 
 
 def _plan_values(settings: Settings, plan: AllocationPlan | CoralError | None, run_id: str) -> Values | None:
@@ -564,6 +695,13 @@ def _last_dispatch(settings: Settings) -> Values | None:
         return None
     path = folder / f"{max(epochs)}.json"
     return _dispatch_values(path, path.stat().st_mtime_ns)
+
+
+def _progress(settings: Settings) -> Values | None:
+    """How far a dispatch is that has not ended; None if none runs."""
+    folder = settings.home / "dispatch"
+    found = _optional(folder / "progress.json", _Progress)
+    return None if found is None or (folder / f"{found.epoch}.json").exists() else _plain(found)
 
 
 @lru_cache(maxsize=2)

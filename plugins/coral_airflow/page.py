@@ -60,6 +60,7 @@ def build_app() -> FastAPI:
     app.get("/")(overview)
     app.get("/overview.json")(overview_json)
     app.get("/run")(run)
+    app.get("/transition")(transition)
     app.get("/library")(library)
     app.get("/coral.js")(script)
     app.get("/plotly.min.js")(plotly)
@@ -79,6 +80,11 @@ def overview_json() -> Response:
 def run(id: str) -> Response:  # noqa: A002 - the name in the address
     """The page of one run; 404 if it is not kept."""
     return _found("No such run", lambda: dashboard.run_page(views.run_view(Settings(), id), airflow=airflow_root()))
+
+
+def transition(id: str) -> Response:  # noqa: A002 - the name in the address
+    """The transition of one run, drawn; 404 if it is not kept."""
+    return _found("No such transition", lambda: views.transition_page(Settings(), id).decode())
 
 
 def library(before: str, after: str) -> Response:

@@ -29,6 +29,12 @@ def run_address(run_id: str) -> str:
     return f"{root}/plugin/{ROUTE}{root}{PREFIX}/run?id={quote(run_id, safe='')}"
 
 
+def transition_address(run_id: str) -> str:
+    """The run's transition step by step, inside Airflow's frame."""
+    root = airflow_root()
+    return f"{root}/plugin/{ROUTE}{root}{PREFIX}/transition?id={quote(run_id, safe='')}"
+
+
 class RunLink(BaseOperatorLink):
     """Button of a task instance that opens Coral's page of its run; absent from DAGs that are not Coral's."""
 

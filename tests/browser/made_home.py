@@ -139,6 +139,9 @@ def make_home(home: Path, size: Size | None = None, *, prefix: str = "model-", s
     for number in range(size.runs):
         make_run(home, plan, fleet, NOW + timedelta(minutes=5 * number))
     _write(home / "current" / "plan.json", msgspec.json.encode(plan))
+    newest = run_id(NOW + timedelta(minutes=5 * (size.runs - 1))) if size.runs else ""
+    in_force = {**pinned(plan, NOW + timedelta(minutes=5 * (size.runs - 1))), "run": newest, "plan": plan.id}
+    _write(home / "current" / "run.json", json.dumps(in_force).encode())
     _write(home / "dispatch" / "7.json", _dispatched(plan, fleet))
     return plan
 
@@ -148,15 +151,36 @@ def run_id(moment: datetime) -> str:
     return f"manual__{moment.isoformat()}_abcdefgh"
 
 
-def make_run(home: Path, plan: AllocationPlan, fleet: Fleet, moment: datetime) -> str:
-    """One sealed run; its id."""
-    run = home / "runs" / run_id(moment)
-    pinned = {
+CHANGE = {
+    "plan": "plan-0123456789abcdef",
+    "plan_before": "",
+    "cost_before": 20.0,
+    "cost_after": 28.0,
+    "cost_change": 0.4,
+    "fleet_change": 0.5,
+    "nodes_before": 16,
+    "nodes_started": 8,
+    "nodes_stopped": 0,
+    "started": ["2 × model-00/decode in aws/us-east-2 on_demand"],
+    "stopped": [],
+    "moved": {"prices": ["aws/us-east-2 L4x1 on_demand: 0.7 to 0.8 USD/h"]},
+}
+
+
+def pinned(plan: AllocationPlan, moment: datetime) -> dict[str, object]:
+    """``run.json`` of a run."""
+    return {
         "as_of": moment.isoformat(),
         "reason": "schedule",
         "mode": "auto",
         "library_version": plan.library_version,
+        "given": {"dry_run": False, "demand": [{"model": "model-00", "requests_per_s": 9.0}]},
     }
+
+
+def make_run(home: Path, plan: AllocationPlan, fleet: Fleet, moment: datetime) -> str:
+    """One sealed run; its id."""
+    run = home / "runs" / run_id(moment)
     outcome = {"converged": True, "epoch": 7, "num_commands": 4, "superseded": False, "summary": "fleet as planned"}
     explanation = {
         "sentences": [f"The plan costs {plan.certificate.cost_usd_per_hour:.2f} USD/h."],
@@ -171,9 +195,17 @@ def make_run(home: Path, plan: AllocationPlan, fleet: Fleet, moment: datetime) -
         ],
         "options": [],
         "short": [],
+        "bans": [
+            {"ban": "region gcp/us-central1", "cost_usd_per_hour": 3.5, "loses_requests_per_s": 0.0, "exact": True}
+        ],
     }
     files = {
-        "run.json": pinned,
+        "run.json": pinned(plan, moment),
+        "baselines.json": {
+            "homo": {"cost_usd_per_hour": 2 * plan.certificate.cost_usd_per_hour, "shortfall_requests_per_s": 0.0},
+            "cauchy": {"error": "no plan"},
+        },
+        "change.json": CHANGE,
         "check.json": {"violations": []},
         "dispatch.json": outcome,
         "explanation.json": explanation,

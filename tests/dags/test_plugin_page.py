@@ -54,7 +54,7 @@ def routes() -> list[str]:
     """Addresses of all routes of the page's application, their parameters filled in."""
     from coral_airflow.page import build_app
 
-    query = {"/run": "?id=r1", "/library": "?before=a&after=b"}
+    query = {"/run": "?id=r1", "/transition": "?id=r1", "/library": "?before=a&after=b"}
     return [f"/coral{route.path}{query.get(route.path, '')}" for route in build_app().routes]
 
 

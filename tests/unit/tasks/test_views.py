@@ -274,3 +274,99 @@ def test_changes_of_the_library_are_told_set_by_set() -> None:
     assert "-17.0% in the median of 3 (-18.0% to -16.0%)" in page
     same = dashboard.library_diff_page({"before": "a", "after": "b", "sets": []})
     assert "Both versions hold the same templates" in same
+
+
+def write(path: Path, value: object) -> None:
+    """One JSON file, its folder made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def test_the_page_shows_what_changed_what_bans_cost_and_what_baselines_would(tmp_path: Path) -> None:
+    """Figures of the run that brought the plan in force: its change, the cost of doing without, Homo's plan."""
+    plan = make_home(tmp_path)
+    seen = views.overview(settings(tmp_path), now=NOW)
+    assert seen["change"]["nodes_started"] == 8
+    assert seen["history"][-1]["baselines"] == {"cauchy": None, "homo": 2 * plan.certificate.cost_usd_per_hour}
+    page = dashboard.overview_page(seen)
+    for text in (
+        "region gcp/us-central1",
+        "+40.0%",
+        "aws/us-east-2 L4x1 on_demand: 0.7 to 0.8 USD/h",
+        "56.00 USD/h (2.00×)",
+    ):
+        assert text in page
+    assert [one["name"] for one in charts(page)["Cost of every run's plan over time"]["data"]][-1] == (
+        "homo, same inputs"
+    )
+
+
+def test_a_publication_that_ended_half_way_is_shown_as_it_was_before(tmp_path: Path) -> None:
+    """The copy of a newer plan without its record does not join the older run's page: the record decides."""
+    plan = make_home(tmp_path)
+    current = tmp_path / "current" / "plan.json"
+    newer = json.loads(current.read_text(encoding="utf-8"))
+    newer["id"] = "plan-fedcba9876543210"
+    write(current, newer)
+    assert views.overview(settings(tmp_path), now=NOW)["plan"]["id"] == plan.id
+
+
+def test_a_question_that_waits_is_announced_until_answered_or_over(tmp_path: Path) -> None:
+    """Whoever opens the page sees that an answer is awaited, and by when; not once it was given or time is over."""
+    make_home(tmp_path)
+    run = tmp_path / "runs" / run_id(NOW)
+    question = {"needed": True, "why": ["the cost <doubles>"], "asked_at": NOW.isoformat(), "timeout_s": 600.0}
+    write(run / "approval.json", question)
+    seen = views.overview(settings(tmp_path), now=NOW)
+    assert [one["run"] for one in seen["waiting"]] == [run.name]
+    assert "the cost &lt;doubles&gt;" in dashboard.overview_page(seen)
+    assert views.overview(settings(tmp_path), now=NOW.replace(hour=13))["waiting"] == []
+    answer = {"asked_at": NOW.isoformat(), "approved": False, "by": "<b>Ann</b>", "timed_out": False}
+    write(run / "answer.json", {**answer, "at": NOW.isoformat()})
+    assert views.overview(settings(tmp_path), now=NOW)["waiting"] == []
+    told = dashboard.run_page(views.run_view(settings(tmp_path), run.name))
+    assert "&lt;b&gt;Ann&lt;/b&gt;" in told
+    assert "rejected" in told
+    write(run / "answer.json", {**answer, "asked_at": "2026-11-29T11:00:00+00:00", "at": NOW.isoformat()})
+    again = views.overview(settings(tmp_path), now=NOW)["waiting"]
+    assert [one["run"] for one in again] == [run.name], "an answer to an earlier question is none to this one"
+
+
+def test_a_running_dispatch_is_shown_until_its_result_is_there(tmp_path: Path) -> None:
+    """Progress names run, round and steps; it goes when the dispatch has ended, whatever the file says."""
+    make_home(tmp_path)
+    progress = {"run": run_id(NOW), "epoch": 8, "rounds": 1, "num_steps": 12, "num_done": 5}
+    write(tmp_path / "dispatch" / "progress.json", {**progress, "last": "start a<b", "at": NOW.isoformat()})
+    page = dashboard.overview_page(views.overview(settings(tmp_path), now=NOW))
+    assert "5 of 12 steps done, last: start a&lt;b" in page
+    write(tmp_path / "dispatch" / "progress.json", {**progress, "epoch": 7, "last": "", "at": NOW.isoformat()})
+    assert views.overview(settings(tmp_path), now=NOW)["progress"] is None
+
+
+def test_what_a_run_was_given_stands_on_its_page(tmp_path: Path) -> None:
+    """Overrides that a person gave are shown with the run, escaped."""
+    make_home(tmp_path)
+    run = tmp_path / "runs" / run_id(NOW)
+    pinned = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    pinned["given"] = {"demand": [{"model": HOSTILE, "requests_per_s": 3.5}]}
+    write(run / "run.json", pinned)
+    page = dashboard.run_page(views.run_view(settings(tmp_path), run.name))
+    assert "Given by hand" in page
+    assert "3.5" in page
+    assert "<script>alert" not in page
+
+
+def test_the_drawn_transition_is_linked_and_only_that_file_is_given_out(tmp_path: Path) -> None:
+    """A run that drew its transition links to it; one that did not, or is not there, has none."""
+    make_home(tmp_path)
+    run = tmp_path / "runs" / run_id(NOW.replace(minute=10))
+    assert "transition?id=" not in dashboard.overview_page(views.overview(settings(tmp_path), now=NOW))
+    with pytest.raises(UnknownName):
+        views.transition_page(settings(tmp_path), run.name)
+    (run / "report").mkdir()
+    (run / "report" / "transition.html").write_text("<p>steps</p>", encoding="utf-8")
+    assert "transition?id=" in dashboard.overview_page(views.overview(settings(tmp_path), now=NOW))
+    assert views.transition_page(settings(tmp_path), run.name) == b"<p>steps</p>"
+    for name in ("nope", "../../etc/passwd"):
+        with pytest.raises(ValidationFailed):
+            views.transition_page(settings(tmp_path), name)
