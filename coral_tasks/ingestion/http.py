@@ -46,10 +46,14 @@ def get_json(
     query: Mapping[str, str],
     limits: HttpLimits,
     *,
+    token: str = "",
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Any:
-    """GET ``base`` + ``path`` and read JSON. Raises SourceFault."""
+    """GET ``base`` + ``path`` and read JSON. Raises SourceFault.
+
+    ``token``: sent as bearer token to ``base`` only, not to where it may redirect, and never part of a message.
+    """
     url = f"{base.rstrip('/')}{path}?{urllib.parse.urlencode(query)}"
     if not url.startswith(("http://", "https://")):
         message = f"{base}: only http and https addresses are read"
@@ -59,7 +63,7 @@ def get_json(
     reason = ""
     for number in range(1, limits.tries + 1):
         try:
-            body = _get(url, min(limits.try_s, end - clock()), clock)
+            body = _get(url, min(limits.try_s, end - clock()), clock, token)
             return _parse(base, path, body)
         except _Again as again:
             reason = again.reason
@@ -80,10 +84,12 @@ def _parse(base: str, path: str, body: bytes) -> Any:
         raise SourceFault(message) from error
 
 
-def _get(url: str, seconds: float, clock: Callable[[], float]) -> bytes:
+def _get(url: str, seconds: float, clock: Callable[[], float], token: str) -> bytes:
     if seconds <= 0:
         raise _Again("no answer in time")
     request = urllib.request.Request(url, headers={"Accept": "application/json"})  # noqa: S310  scheme checked
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
             return _read(answer, clock() + seconds, clock)

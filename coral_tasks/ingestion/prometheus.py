@@ -79,6 +79,7 @@ class PrometheusSource:
     max_sample_age_s: float = 120.0
     min_completeness: float = 0.9
     limits: HttpLimits = field(default_factory=HttpLimits)
+    token: str = field(default="", repr=False)
 
     def __call__(self, now: datetime) -> SourceBatch:
         """Query and count. Raises SourceFault (no whole answer, or too few instances answered)."""
@@ -201,7 +202,7 @@ class PrometheusSource:
         return self._ask("/api/v1/query_range", {"query": expression, **times}, "matrix")
 
     def _ask(self, path: str, query: Mapping[str, str], kind: str) -> list[dict[str, Any]]:
-        answer = get_json(self.address, path, query, self.limits)
+        answer = get_json(self.address, path, query, self.limits, token=self.token)
         try:
             if answer["status"] == "success" and not answer.get("warnings") and answer["data"]["resultType"] == kind:
                 return _checked(answer["data"]["result"], "value" if kind == "vector" else "values")

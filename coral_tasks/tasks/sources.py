@@ -8,8 +8,8 @@ Example::
      "running": {"kind": "folder", "path": "/var/lib/coral/inputs"}}
 
 Kinds: demo, file, folder, s3, prometheus (demand), aws (prices, availability), agents and merged (availability). A
-table that is not named comes from the drop folder if it holds a file of it, else from the demo data. Credentials are
-boto3's own matter.
+table that is not named comes from the drop folder if it holds a file of it, else from the demo data. Credentials of
+AWS are boto3's own matter; a token for Prometheus lies in a file of its own (``token_file``), never in an address.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Prometheus(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="prometheus"):
-    """vLLM's metrics. ``targets``: engines; empty: those that the node agents say run, asked at each fetch."""
+    """vLLM's metrics. ``targets``: engines; empty: those that the node agents say run, asked at each fetch.
+
+    ``token_file``: holds the bearer token that ``address`` asks for, readable by its owner and group at most.
+    """
 
     address: str
+    token_file: str = ""
     targets: tuple[Target, ...] = ()
     interval_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     num_intervals: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 1
@@ -123,12 +127,43 @@ def read_sources(settings: Settings) -> Sources:
     if not path.exists():
         return Sources()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Sources)
+        return _without_credentials(msgspec.json.decode(path.read_bytes(), type=Sources), str(path))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror or error}"
         raise StorageFault(message) from error
     except msgspec.DecodeError as error:
         raise ValidationFailed([Violation(table=str(path), row="", value="", rule=str(error))]) from error
+
+
+def _without_credentials(sources: Sources, path: str) -> Sources:
+    """``sources`` if no address holds a user or password. Raises ValidationFailed, which does not repeat them."""
+    rule = "an address must not hold a user or a password: they would end up in logs; see token_file"
+    found = [
+        Violation(table=path, row=f"{table}.{name}", value="", rule=rule)
+        for table in TABLES
+        for name in ("address", "endpoint_url")
+        if "@" in urlsplit(getattr(getattr(sources, table), name, None) or "").netloc
+    ]
+    if found:
+        raise ValidationFailed(found)
+    return sources
+
+
+def read_secret(path: Path) -> str:
+    """One word from a file that only its owner and group can read. Raises ValidationFailed or StorageFault."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"secret {path} cannot be read: {getattr(error, 'strerror', None) or type(error).__name__}"
+        raise StorageFault(message) from error
+    rules = []
+    if mode & 0o027:
+        rules.append("must not be readable for others, nor writable for its group: chmod 600")
+    if not text or len(text.split()) > 1:
+        rules.append("must hold one word")
+    if rules:
+        raise ValidationFailed(Violation(table="secret", row=str(path), value="", rule=rule) for rule in rules)
+    return text
 
 
 def configured_source(
@@ -205,6 +240,7 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
         shapes={one.model.id: one.shape for one in models},
         interval_s=config.interval_s,
         num_intervals=config.num_intervals,
+        token=read_secret(Path(config.token_file)) if config.token_file else "",
     )
     has_agents = (settings.home / "agents.toml").is_file()
     return source if named or not has_agents else _of_running(settings, source)
