@@ -252,6 +252,7 @@ def _objections(store: ObjectStore, before: Manifest | None, manifest: Manifest)
     return list(reasons_against(pair, RegressionLimits()))
 
 
+@shared()
 def note_result(run_id: str, result: Mapping[str, Any]) -> None:
     """Keep beside the run what its publication, or dry run, came to."""
     run_store(Settings()).open(run_id).put_json(_RESULT, dict(result), replace=True)
