@@ -231,9 +231,8 @@ def running_stack(root: Path) -> Iterator[Stack]:
         environment |= _start_redis(children, root, password)
         environment |= _start_postgres(children, root, password)
         stack = Stack(root=root, children=children, environment=environment, port=port, separate_homes=_can_separate())
-        done = subprocess.run(
-            [_airflow(), "db", "migrate"], env=environment, capture_output=True, text=True, check=False
-        )
+        prepare = [sys.executable, str(PROJECT / "plugins" / "coral_airflow" / "prepare.py")]
+        done = subprocess.run(prepare, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         yield stack
 
