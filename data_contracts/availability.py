@@ -25,7 +25,7 @@ COLUMNS: Final = (
         meaning="nodes obtainable now, those already held included; 0 means none, no row means unknown",
     ),
     Column(name="observed_at", type=TIMESTAMP, unit="UTC", meaning="when the count was seen to hold"),
-    Column(name="source", type=pa.string(), nullable=True, meaning="where the figure comes from"),
+    Column(name="source", type=pa.string(), nullable=True, words=True, meaning="where the figure comes from"),
 )
 
 

@@ -6,6 +6,7 @@ cannot read for certain (separators for thousands, times without a zone, numbers
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import Any, Final, NamedTuple
 
@@ -101,8 +102,14 @@ def _extra(name: str) -> CellFlaw:
 
 
 def _hint(name: str, given: list[str]) -> str:
-    close = [other for other in given if other.strip().lower() == name]
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """The column that was given in its place, if one looks like it: other case, blanks, marks, or a letter off."""
+    bare = {_bare(other): other for other in reversed(given)}
+    close = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.8)
+    return f"; did you mean {bare[close[0]]!r}?" if close else ""
+
+
+def _bare(name: str) -> str:
+    return "".join(mark for mark in name.casefold() if mark.isalnum())
 
 
 def _unit_flaws(column: Column, field: pa.Field) -> list[CellFlaw]:
@@ -118,7 +125,7 @@ def _coerce_column(column: Column, raw: pa.Table) -> tuple[pa.Array, list[CellFl
         return pa.nulls(raw.num_rows, column.type), []
     array = _plain(raw.column(column.name))
     if pa.types.is_null(array.type):
-        return pa.nulls(len(array), column.type), []
+        array = pa.nulls(len(array), column.type)
     if pa.types.is_timestamp(column.type):
         return _to_time(column, array)
     if pa.types.is_list(column.type):
@@ -145,7 +152,9 @@ def _wrong_type(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFla
 
 
 def _to_text(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
-    return (array, []) if pa.types.is_string(array.type) else _wrong_type(column, array)
+    if not pa.types.is_string(array.type):
+        return _wrong_type(column, array)
+    return (pc.fill_null(array, "") if column.blank else array), []
 
 
 def _to_list(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
@@ -195,6 +204,20 @@ def _item(one: object, kind: pa.DataType) -> str | int:
 
 
 def _to_number(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    numbers, flaws = _read_numbers(column, array)
+    return _without_nan(column, numbers, flaws) if column.nullable else (numbers, flaws)
+
+
+def _without_nan(column: Column, array: pa.Array, flaws: list[CellFlaw]) -> tuple[pa.Array, list[CellFlaw]]:
+    """Where a cell may be empty, NaN is not another word for empty: it is what a failed computation leaves."""
+    if not pa.types.is_floating(array.type):
+        return array, flaws
+    rows = np.flatnonzero(pc.fill_null(pc.is_nan(array), fill_value=False).to_numpy(zero_copy_only=False))
+    text = f"{column.name} must be a number, or an empty cell where there is none"
+    return array, [*flaws, *(CellFlaw(int(row), column.name, "NaN", text, "number") for row in rows)]
+
+
+def _read_numbers(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
     if pa.types.is_string(array.type):
         return _parse_numbers(column, array)
     numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_decimal(array.type)

@@ -30,7 +30,7 @@ OUTCOME_COLUMNS: Final = (
     Column(name="command_id", type=pa.string(), meaning="command that is answered"),
     Column(name="node_id", type=pa.string(), meaning="node that answered"),
     Column(name="status", type=pa.string(), meaning="done, or why nothing was done"),
-    Column(name="detail", type=pa.string(), nullable=True, meaning="the agent's own words"),
+    Column(name="detail", type=pa.string(), nullable=True, words=True, meaning="the agent's own words"),
     Column(name="received_at", type=TIMESTAMP, unit="UTC", meaning="when the answer came"),
 )
 

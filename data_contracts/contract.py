@@ -44,13 +44,19 @@ STAGE_ORDER: Final = {Stage.CELL: 0, Stage.VALUE: 1, Stage.MEANING: 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column. ``unit`` is "" for names and counts without a unit; both go into the Arrow field's metadata."""
+    """One column. ``unit`` is "" for names and counts without a unit; both go into the Arrow field's metadata.
+
+    ``words``: the text is free; any other text column holds names (see ``rules.NAME_PATTERN``). ``blank``: an empty
+    text is one (CSV cannot tell it from an absent one).
+    """
 
     name: str
     type: pa.DataType
     meaning: str
     unit: str = ""
     nullable: bool = False
+    words: bool = False
+    blank: bool = False
 
     def arrow_field(self) -> pa.Field:
         """The Arrow field with unit and meaning as metadata."""

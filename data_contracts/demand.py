@@ -56,10 +56,9 @@ def _example(now: datetime) -> Sequence[Mapping[str, Any]]:
 def _tokens(column: str) -> Rule:
     return between(
         column,
-        0.0,
+        1.0,
         lambda context: context.limits.max_tokens,
-        f"{column} must be above zero and plausible",
-        strict_minimum=True,
+        f"{column} must be at least one token and plausible",
         broken=-1.0,
     )
 

@@ -18,9 +18,12 @@ A batch is **accepted**, **accepted with warnings** or **quarantined**. Any brok
 batch is kept under `quarantine/` with its report, the last good plan stays in force and nothing is dispatched. A rule
 marked *may be released* can be overruled by a person for that very batch (`coral gate release`); the others cannot.
 
-Reading is strict: CSV (comma, semicolon, tab or bar; quoted newlines; a BOM; leading `#` lines) or Parquet. Order of
-columns is free, unknown columns are ignored with a warning, missing ones refuse the batch. Numbers have a decimal
-point and no separator for thousands. Times need a zone and are kept in UTC.
+Reading is strict: CSV (comma, semicolon, tab or bar; quoted newlines; a BOM; leading `#` lines) or Parquet, told apart
+by content; any other format is named and refused. Order of columns is free, unknown columns are ignored with a
+warning, missing ones refuse the batch. Numbers have a decimal point and no separator for thousands. Times need a zone
+and are kept in UTC; none before 2020 is taken. Names are printable ASCII without blanks and differ in more than
+capitals; a stand-in (`null`, `NaN`, `N/A`, …) is no name: what is not known is an empty cell or no row. Columns that
+stand in the folder names of a partitioned data set (`model=…/phase=…/`) count as columns of the file.
 
 **Versions.** "major.minor", in the Arrow schema's metadata. A minor step adds nullable columns or loosens a rule; older
 readers ignore the column, newer readers fill it with null. Everything else is a major step, which older readers refuse.

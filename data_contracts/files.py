@@ -1,13 +1,15 @@
 """Reads one file of a table as it is: CSV (cells as text) or Parquet. Owns flaws of the file, not of its values.
 
 A flaw is a ``FileFlaw``, never an exception: the gate reports all of them. CSV may have a BOM, leading comment
-lines (#), comma, semicolon, tab or bar as separator, quoted separators and quoted newlines.
+lines (#), a spreadsheet's ``sep=`` line, comma, semicolon, tab or bar as separator, quoted separators and quoted
+newlines. Columns that stand in the folder names (``model=phi-4-14b/``, as in the template library) count as columns.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,7 +24,26 @@ PACKED: Final = {
     b"PK\x03\x04": "ZIP or an Excel workbook",
     b"\x28\xb5\x2f\xfd": "Zstandard",
     b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
 }
+FOREIGN: Final = {
+    b"ARROW1": "an Arrow (Feather) file",
+    b"ORC": "an ORC file",
+    b"Obj\x01": "an Avro file",
+    b"SQLite format 3": "an SQLite database",
+    b"\xd0\xcf\x11\xe0": "an old Excel workbook",
+    b"PARE": "an encrypted Parquet file",
+    b"{": "JSON",
+    b"[": "JSON",
+    b"<": "a web page or XML",
+}
+MAX_BYTES: Final = 1 << 30
+MAX_PARQUET_ROWS: Final = 20_000_000
+"""Larger files are refused unread: they are not a table of this pipeline, and would take the machine's memory."""
+
+_END_OF_LINE: Final = re.compile(r"\r\n|\r|\n")
+_SEP_LINE: Final = re.compile(r"sep=(.)$", re.IGNORECASE)
+_PART: Final = re.compile(r"([a-z_]+)=([^/]+)")
 CUT_OFF: Final = "the last line has no line end: the file may be cut off"
 _MAX_CELL: Final = 1_000_000
 
@@ -47,22 +68,46 @@ class RawTable(NamedTuple):
 def read_file(path: Path) -> RawTable:
     """Read a CSV or Parquet file, told apart by content. Never raises for what the file holds or lacks."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        return _unreadable(str(path), f"cannot be read: {error.strerror or error}")
-    return read_bytes(data, str(path))
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        return _unreadable(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}")
+    return _with_parts(read_bytes(data, str(path)), path)
+
+
+def _with_parts(raw: RawTable, path: Path) -> RawTable:
+    """Columns that the names of the folders state, where the file itself has none of that name."""
+    table = raw.table
+    if table is None:
+        return raw
+    for part in path.absolute().parent.parts:
+        found = _PART.fullmatch(part)
+        if found and found[1] not in table.column_names:
+            table = table.append_column(found[1], pa.array([found[2]] * table.num_rows, pa.string()))
+    return raw._replace(table=table)
 
 
 def read_bytes(data: bytes, source: str) -> RawTable:
     """Read the bytes of a CSV or Parquet file."""
     if not data.strip():
         return _unreadable(source, "the file is empty")
+    if len(data) > MAX_BYTES:
+        return _unreadable(source, f"the file is larger than {MAX_BYTES} bytes")
     packed = [name for magic, name in PACKED.items() if data.startswith(magic)]
     if packed:
         return _unreadable(source, f"the file is packed ({packed[0]}): CSV or Parquet itself is needed")
+    start = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:16]
+    foreign = [name for magic, name in FOREIGN.items() if start.startswith(magic)]
+    if foreign:
+        return _unreadable(source, f"the file is {foreign[0]}: CSV or Parquet is needed", _first_line(data))
     if data.startswith(PARQUET_MAGIC) or source.lower().endswith((".parquet", ".pq")):
         return _read_parquet(data, source)
     return _read_csv(data, source)
+
+
+def _first_line(data: bytes) -> str:
+    text = data[:200].decode("utf-8", "replace").lstrip().split("\n", 1)[0][:80]
+    return text if text.isprintable() else ""
 
 
 def _unreadable(source: str, text: str, value: str = "") -> RawTable:
@@ -71,6 +116,9 @@ def _unreadable(source: str, text: str, value: str = "") -> RawTable:
 
 def _read_parquet(data: bytes, source: str) -> RawTable:
     try:
+        num_rows = pq.read_metadata(pa.BufferReader(data)).num_rows
+        if num_rows > MAX_PARQUET_ROWS:
+            return _unreadable(source, f"the file states more than {MAX_PARQUET_ROWS} rows", str(num_rows))
         table = pq.read_table(pa.BufferReader(data))
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
@@ -104,27 +152,51 @@ def _decode(data: bytes) -> str | None:
 
 def _without_comments(text: str) -> str:
     while text.startswith("#"):
-        _, _, text = text.partition("\n")
+        text = _END_OF_LINE.split(text, maxsplit=1)[1] if _END_OF_LINE.search(text) else ""
     return text
 
 
 def _rows(body: str) -> list[list[str]]:
     csv.field_size_limit(_MAX_CELL)
-    header = body.lstrip("\r\n").split("\n", 1)[0]
-    separator = max(SEPARATORS, key=lambda mark: (header.count(mark), -SEPARATORS.index(mark)))
+    header, *rest = _END_OF_LINE.split(body.lstrip("\r\n"), maxsplit=1)
+    stated = _SEP_LINE.match(header)
+    if stated and rest:
+        body = rest[0]
+        header = _END_OF_LINE.split(body, maxsplit=1)[0]
+    separator = stated[1] if stated else max(SEPARATORS, key=lambda one: (header.count(one), -SEPARATORS.index(one)))
     reader = csv.reader(io.StringIO(body, newline=""), delimiter=separator, strict=True)
     return [row for row in reader if row]
 
 
+def _without_blanks(rows: list[list[str]]) -> tuple[list[list[str]], list[FileFlaw]]:
+    """Rows without what a spreadsheet leaves at the edges: empty rows at the end, empty columns without a name."""
+    last = len(rows)
+    while last > 1 and not any(cell.strip() for cell in rows[last - 1]):
+        last -= 1
+    flaws = (
+        [FileFlaw(0, str(len(rows) - last), "empty rows at the end; ignored", warning=True)] if last < len(rows) else []
+    )
+    rows = rows[:last]
+    width = len(rows[0])
+    while width > 1 and not any(cell.strip() for row in rows for cell in row[width - 1 : width]):
+        width -= 1
+    if width < len(rows[0]):
+        flaws.append(FileFlaw(0, str(len(rows[0]) - width), "empty columns without a name; ignored", warning=True))
+        rows = [row[:width] + row[len(rows[0]) :] for row in rows]
+    return rows, flaws
+
+
 def _table_of(rows: list[list[str]], source: str, *, ends_whole: bool) -> RawTable:
+    rows, flaws = _without_blanks(rows)
     header = [name.strip() for name in rows[0]]
-    flaws = [FileFlaw(0, name, "column is named twice") for name, count in Counter(header).items() if count > 1]
+    flaws += [FileFlaw(0, "", "a column has values and no name") for name in header if not name][:1]
+    flaws += [FileFlaw(0, name, "column is named twice") for name, count in Counter(header).items() if count > 1]
     width = len(header)
     for number, row in enumerate(rows[1:], start=1):
         if len(row) != width:
             text = f"row has {len(row)} fields, the header has {width}"
             flaws.append(FileFlaw(number, ",".join(row)[:200], text))
-    if flaws:
+    if any(not flaw.warning for flaw in flaws):
         return RawTable(table=None, flaws=tuple(flaws), source=source)
     if not ends_whole:
         flaws.append(FileFlaw(0, "", CUT_OFF, warning=True))

@@ -10,6 +10,7 @@ API::
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,7 @@ from data_contracts.rules import rules_of
 from data_contracts.suite import RuleResult, applicable, run_rules
 
 _SHOWN_NAMES: Final = 12
+_HINTED: Final = 100
 
 
 class Verdict(StrEnum):
@@ -135,6 +137,7 @@ def check_table(
         findings += [_of_cell(contract, flaw, names) for flaw in coerced.flaws]
         if table is not None:
             findings += _judge(contract, table, context, judged, coerced.flaws)
+            findings += _absent(contract, table, findings)
             unchecked = _unchecked(judged, context)
     report = GateReport(
         table=contract.name,
@@ -148,6 +151,25 @@ def check_table(
     )
     typed = None if table is None or not _fits(report) else table.cast(contract.schema)
     return GateOutcome(report=report, table=typed if report.accepted else None, readable=typed)
+
+
+def _absent(contract: Contract, table: pa.Table, findings: Sequence[Finding]) -> list[Finding]:
+    """Columns with nulls that the schema has no place for, unless a rule that was judged says so already."""
+    said = {name for one in findings if one.severity is Severity.CRITICAL for name in one.column.split(", ")}
+    lost = [one.name for one in contract.columns if not one.nullable and one.name not in said]
+    return [
+        Finding(
+            table=contract.name,
+            row="",
+            column=name,
+            value=f"{table.column(name).null_count} empty cells",
+            rule="present",
+            text=f"{name} must be present",
+            severity=Severity.CRITICAL,
+        )
+        for name in lost
+        if table.column(name).null_count
+    ]
 
 
 def _fits(report: GateReport) -> bool:
@@ -291,10 +313,35 @@ def _findings(contract: Contract, result: RuleResult, rows: Iterable[int], cells
         return [_finding(contract, rule, text=f"{rule.text}: the rule could not be judged", value=result.error)]
     if not rule.columns or not result.positions:
         return [_finding(contract, rule, text=_text(rule, cells.context), value=_table_value(rule, result))]
-    text = _text(rule, cells.context)
+    text, close = _text(rule, cells.context), _Closest(rule, cells.context)
+    shown = [(i, cells.value(i, rule.columns)) for i in rows]
     return [
-        _finding(contract, rule, text=text, row=cells.names.of(i), value=cells.value(i, rule.columns)) for i in rows
+        _finding(contract, rule, text=f"{text}{close.hint(value)}", row=cells.names.of(i), value=value)
+        for i, value in shown
     ]
+
+
+class _Closest:
+    """For unknown names: the known one that looks most like it."""
+
+    def __init__(self, rule: Rule, context: GateContext) -> None:
+        self._names = {name.casefold(): name for name in _known_names(rule, context)}
+        self._hints: dict[str, str] = {}
+
+    def hint(self, value: str) -> str:
+        # a search among all names takes a while: the first hundred values get a hint
+        if not self._names or len(self._hints) >= _HINTED:
+            return self._hints.get(value, "")
+        if value not in self._hints:
+            found = difflib.get_close_matches(value.strip("'").casefold(), self._names, n=1, cutoff=0.8)
+            self._hints[value] = f"; did you mean {self._names[found[0]]}?" if found else ""
+        return self._hints[value]
+
+
+def _known_names(rule: Rule, context: GateContext) -> Sequence[str]:
+    expectation = rule.expect("x", context) if rule.name.endswith("_known") else None
+    names: Sequence[str] = [] if expectation is None else expectation[1]["value_set"]
+    return names
 
 
 def _table_value(rule: Rule, result: RuleResult) -> str:
@@ -303,9 +350,8 @@ def _table_value(rule: Rule, result: RuleResult) -> str:
 
 def _text(rule: Rule, context: GateContext) -> str:
     """The rule's text; for unknown names with the known ones."""
-    expectation = rule.expect("x", context)
-    if rule.name.endswith("_known") and expectation is not None:
-        names = expectation[1]["value_set"]
+    if rule.name.endswith("_known"):
+        names = _known_names(rule, context)
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         return f"{rule.text}; known: {', '.join(names[:_SHOWN_NAMES]) or 'none'}{more}"
     return rule.text

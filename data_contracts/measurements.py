@@ -18,13 +18,21 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_contracts.contract import Broken, Column, Contract, GateContext
-from data_contracts.rules import between, derived, known, one_of
+from data_contracts.contract import LARGEST_FLOAT, Broken, Column, Contract, GateContext
+from data_contracts.rules import EARLIEST, between, derived, form, known, one_of, seconds
 
 PHASES: Final = ("prefill", "decode")
 STATUSES: Final = ("ok", "oom", "failed")
 JSON_SUFFIX: Final = ".json"
+_ISO: Final = (
+    "[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:[.][0-9]{1,9})?)? ?(?:Z|UTC|[+-][0-9]{2}:?[0-9]{2})"
+)
 _INT32: Final = 2**31
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name=name, type=pa.string(), words=True, blank=True, meaning=meaning)
+
 
 COLUMNS: Final = (
     Column(name="model", type=pa.string(), meaning="served model"),
@@ -43,11 +51,11 @@ COLUMNS: Final = (
     Column(name="median_s", type=pa.float64(), unit="s", nullable=True, meaning="median repeat; null unless ok"),
     Column(name="spread_s", type=pa.float64(), unit="s", nullable=True, meaning="largest minus smallest repeat"),
     Column(name="num_repeats", type=pa.int32(), meaning="repeats behind the median, warm-up excluded"),
-    Column(name="detail", type=pa.string(), meaning="why a point failed; empty if it did not"),
-    Column(name="vllm", type=pa.string(), meaning="version of vLLM; empty if no engine started"),
-    Column(name="torch", type=pa.string(), meaning="version of torch"),
-    Column(name="driver", type=pa.string(), meaning="version of the GPU runtime; empty without GPU"),
-    Column(name="device", type=pa.string(), meaning="GPU or processor"),
+    _text("detail", "why a point failed; empty if it did not"),
+    _text("vllm", "version of vLLM; empty if no engine started"),
+    _text("torch", "version of torch"),
+    _text("driver", "version of the GPU runtime; empty without GPU"),
+    _text("device", "GPU or processor"),
     Column(name="measured_at", type=pa.string(), unit="ISO 8601, UTC", meaning="time of the run"),
     Column(name="code_version", type=pa.string(), meaning="version of the measuring code"),
 )
@@ -73,6 +81,13 @@ def _example(now: datetime) -> Sequence[Mapping[str, Any]]:
     return [{**shared, "num_layers": layers, "sequences": count, **rest} for layers, count, rest in points]
 
 
+def _age_if_dated(frame: pd.DataFrame, context: GateContext) -> pd.Series:
+    """Seconds since the measurement; below any limit where it has no date, or one before ``EARLIEST``."""
+    at = pd.to_datetime(frame["measured_at"], utc=True, format="ISO8601", errors="coerce")
+    age = seconds(context.now_utc - at)
+    return age.where(at.notna() & (at >= EARLIEST), -LARGEST_FLOAT)
+
+
 def _time_where_none_belongs(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """1 where a row has a time without being ok, or is ok without one; 0 elsewhere."""
     return pd.Series(np.where((frame["status"] == "ok") != frame["median_s"].notna(), 1.0, 0.0), index=frame.index)
@@ -90,6 +105,15 @@ RULES: Final = (
     between("num_repeats", 0.0, 1e6, "num_repeats must not be negative", broken=-1),
     between("median_s", 0.0, 1e5, "median_s must be above zero", strict_minimum=True, broken=0.0),
     between("spread_s", 0.0, 1e5, "spread_s must not be negative", broken=-1.0),
+    form("measured_at", _ISO, "measured_at must be an ISO 8601 time with a zone", broken="2026-11-29T12:00:00"),
+    derived(
+        "measured_at_dated",
+        "measured_at lies in the future, before 2020 or on no calendar",
+        ("measured_at",),
+        _age_if_dated,
+        minimum=lambda context: -context.limits.future_tolerance_s,
+        broken=Broken(cells={0: {"measured_at": "2099-01-01T00:00:00Z"}}),
+    ),
     derived(
         "time_only_if_ok",
         "a row has a time if and only if it is ok",

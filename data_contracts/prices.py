@@ -28,7 +28,7 @@ COLUMNS: Final = (
         meaning="price of one node for an hour; 0 only for reserved nodes, which are paid for already",
     ),
     Column(name="observed_at", type=TIMESTAMP, unit="UTC", meaning="when the price was seen to hold"),
-    Column(name="source", type=pa.string(), nullable=True, meaning="where the figure comes from"),
+    Column(name="source", type=pa.string(), nullable=True, words=True, meaning="where the figure comes from"),
 )
 
 

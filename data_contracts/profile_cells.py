@@ -38,7 +38,7 @@ COLUMNS: Final = (
     Column(name="limited_by", type=pa.string(), meaning="what keeps it from more"),
     Column(name="tp_degree", type=pa.int64(), unit="GPUs", meaning="tensor parallel degree on the node"),
     Column(name="source", type=pa.string(), meaning="measured, database or analytic"),
-    Column(name="provenance", type=pa.string(), meaning="versions and date behind the figure"),
+    Column(name="provenance", type=pa.string(), words=True, meaning="versions and date behind the figure"),
     Column(name="profile_version", type=pa.string(), meaning="hash of everything the table was made from"),
 )
 
@@ -77,15 +77,20 @@ def _rise_with_share(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     return _step(frame, "num_quanta", "num_layers")
 
 
+SLO_RULES: Final = (
+    between("slo_ttft_s", 1e-3, 600.0, "slo_ttft_s must be seconds, from a thousandth to 600", broken=1200.0),
+    between("slo_tpot_s", 1e-5, 20.0, "slo_tpot_s must be seconds, from 0.00001 to 20", broken=60.0),
+    between("slo_percentile", 1.0, 100.0, "slo_percentile must be within 1 and 100", broken=0.99),
+)
+"""Rules of the three columns that state a latency limit; milliseconds in place of seconds are beyond them."""
+
 RULES: Final = (
     one_of("phase", PHASES),
     one_of("limited_by", LIMITS),
     one_of("source", SOURCES),
     known("model", "model"),
     known("configuration", "configuration"),
-    between("slo_ttft_s", 0.0, 1e6, "slo_ttft_s must be above zero", strict_minimum=True, broken=0.0),
-    between("slo_tpot_s", 0.0, 1e6, "slo_tpot_s must be above zero", strict_minimum=True, broken=0.0),
-    between("slo_percentile", 0.0, 100.0, "slo_percentile must be within 0 and 100", broken=101.0),
+    *SLO_RULES,
     between("num_layers", 1.0, 10_000.0, "num_layers must be at least 1", broken=0),
     between("num_quanta", 1.0, 10_000.0, "num_quanta must be at least 1", broken=0),
     between("tp_degree", 1.0, 1024.0, "tp_degree must be at least 1", broken=0),

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 
 from data_contracts.contract import TIMESTAMP, Broken, Column, Contract, GateContext
-from data_contracts.rules import between, derived, known, not_future, one_of
+from data_contracts.rules import between, derived, form, known, not_future, one_of
 from data_contracts.running import PHASES
 
 COLUMNS: Final = (
@@ -44,10 +44,21 @@ def _half_pair(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     return parts.groupby(["model", "region"])["phase"].transform("nunique").astype(float).reindex(frame.index)
 
 
+def _plans(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+    """Different pairs of plan and epoch in the table, on every row."""
+    return pd.Series(float(len(frame[["plan_id", "epoch"]].drop_duplicates())), index=frame.index)
+
+
 RULES: Final = (
     one_of("phase", PHASES),
     between("epoch", 0.0, 2.0**62, "epoch must not be negative", broken=-1),
     between("weight", 0.0, 1e12, "weight must not be negative and must be plausible", broken=-1.0),
+    form(
+        "endpoint",
+        r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}/?",
+        "endpoint must be host:port or an http address with a port",
+        broken="i-1",
+    ),
     known("model", "model"),
     known("region", "region"),
     known("instance_id", "instance"),
@@ -58,6 +69,14 @@ RULES: Final = (
         _half_pair,
         minimum=2.0,
         broken=Broken(cells={1: {"region": "aws/ap-northeast-2"}}),
+    ),
+    derived(
+        "one_plan",
+        "a table holds one plan of one epoch",
+        ("plan_id", "epoch"),
+        _plans,
+        maximum=1.0,
+        broken=Broken(cells={0: {"epoch": 6}}),
     ),
     not_future("published_at", lambda context: context.limits.future_tolerance_s),
 )

@@ -6,9 +6,10 @@ passes over nulls, so every column that may not be null has a rule of its own fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import numpy as np
@@ -28,10 +29,17 @@ from data_contracts.contract import (
     Stage,
 )
 
-NAME_PATTERN: Final = (
-    "\\A[^\\s\\x00-\\x1f\\x7f-\\xa0\\xad\u1680\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]+\\Z"
-)
-"""A name is a text without blanks, control and invisible characters: two names that look alike are one."""
+STAND_INS: Final = ("nan", "null", "none", "nil", "n/a", "na", "undefined", "unknown", "missing", "-", "--", "?")
+"""What people and programs write where a value is missing; in any case, and after a # too (a spreadsheet's #N/A)."""
+
+_STAND_IN: Final = "|".join(re.escape(word) for word in STAND_INS)
+NAME_PATTERN: Final = rf"\A(?!(?i:#?(?:{_STAND_IN})|#[a-z0-9/]+[!?])\Z)[!-~]{{1,500}}\Z"
+"""A name is 1 to 500 printable ASCII characters without blanks: two names that look alike are the same name."""
+
+_NAME_TEXT: Final = "must be a name: printable ASCII without blanks, and no stand-in for a missing value"
+
+EARLIEST: Final = pd.Timestamp("2020-01-01", tz="UTC")
+"""Older times are counts in another unit, or a clock that was never set."""
 
 Bound = float | Callable[[GateContext], float]
 
@@ -42,12 +50,15 @@ def rules_of(contract: Contract) -> tuple[Rule, ...]:
 
 
 def standard_rules(contract: Contract) -> tuple[Rule, ...]:
-    """Row count, presence, finiteness and key: what follows from the columns alone."""
+    """Row count, presence, finiteness, names, times and key: what follows from the columns alone."""
     rules = [_row_count(contract), _row_jump()]
-    rules += [_present(column) for column in contract.columns if not column.nullable]
+    rules += [_present(column) for column in contract.columns if not (column.nullable or column.blank)]
     rules += [_finite(column) for column in contract.columns if pa.types.is_floating(column.type)]
-    rules += [_name(column) for column in contract.columns if _is_key_text(contract, column)]
-    return (*rules, _unique_key(contract))
+    rules += [_name(column) for column in contract.columns if _holds_names(contract, column)]
+    rules += [_dated(column) for column in contract.columns if pa.types.is_timestamp(column.type)]
+    rules.append(_unique_key(contract))
+    alike = [column.name for column in contract.columns if column.name in contract.key and _is_text(column)]
+    return (*rules, _names_alike(alike))
 
 
 def between(
@@ -283,19 +294,76 @@ def _finite(column: Column) -> Rule:
     )
 
 
-def _is_key_text(contract: Contract, column: Column) -> bool:
-    return column.name in contract.key and pa.types.is_string(column.type)
+def _is_text(column: Column) -> bool:
+    return bool(pa.types.is_string(column.type))
+
+
+def _holds_names(contract: Contract, column: Column) -> bool:
+    """A text column that is neither free text nor held to a pattern or to fixed words by a rule of its own."""
+    own = {rule.name for rule in contract.rules}
+    judged = {f"{column.name}_choice", f"{column.name}_form"} & own
+    return _is_text(column) and not column.words and not judged
 
 
 def _name(column: Column) -> Rule:
     return Rule(
         name=f"{column.name}_is_name",
-        text=f"{column.name} must be a name without blanks or control characters",
+        text=f"{column.name} {_NAME_TEXT}",
         columns=(column.name,),
         expect=lambda name, _: ("expect_column_values_to_match_regex", {"column": name, "regex": NAME_PATTERN}),
         broken=Broken(cells={0: {column.name: "two words"}}),
         stage=Stage.VALUE,
     )
+
+
+def form(column: str, regex: str, text: str, *, broken: str) -> Rule:
+    """``column`` has a stated form (a regular expression for the whole text)."""
+    return Rule(
+        name=f"{column}_form",
+        text=text,
+        columns=(column,),
+        expect=lambda name, _: ("expect_column_values_to_match_regex", {"column": name, "regex": rf"\A(?:{regex})\Z"}),
+        broken=Broken(cells={0: {column: broken}}),
+        stage=Stage.VALUE,
+    )
+
+
+def _dated(column: Column) -> Rule:
+    return Rule(
+        name=f"{column.name}_dated",
+        text=f"{column.name} lies before 2020: a count in another unit, or a clock that was never set",
+        columns=(column.name,),
+        derive=lambda frame, _: seconds(frame[column.name] - EARLIEST),
+        expect=lambda name, _: _range(name, 0.0, None),
+        broken=Broken(cells={0: {column.name: lambda _: datetime(1970, 1, 1, tzinfo=UTC)}}),
+        stage=Stage.VALUE,
+    )
+
+
+def _names_alike(columns: Sequence[str]) -> Rule:
+    """Keys that differ in capitals only are one key written twice, or two that nobody can tell apart."""
+
+    def derive(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+        lowered = {name: frame[name].map(_lower_map(frame[name])) for name in columns}
+        kinds = [
+            frame[name].groupby(lowered[name], dropna=True).transform("nunique").reindex(frame.index)
+            for name in columns
+        ]
+        return pd.concat(kinds, axis=1).max(axis=1)
+
+    first = columns[0]
+    return Rule(
+        name="names_alike",
+        text=f"{' or '.join(columns)} differs from another row's in capitals only",
+        columns=tuple(columns),
+        derive=derive,
+        expect=lambda name, _: _range(name, None, 1),
+        broken=Broken(cells={0: {first: "Name"}, 1: {first: "name"}}),
+    )
+
+
+def _lower_map(names: pd.Series) -> dict[str, str]:
+    return {name: name.lower() for name in names.dropna().unique()}
 
 
 def _unique_key(contract: Contract) -> Rule:

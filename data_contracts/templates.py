@@ -7,20 +7,26 @@ configuration's name) or per stage (pipeline order).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
 
-from data_contracts.contract import Broken, Column, Contract, GateContext
-from data_contracts.rules import between, derived, one_of
+from data_contracts.contract import Broken, Column, Contract, Derive, GateContext
+from data_contracts.profile_cells import SLO_RULES, SOURCES
+from data_contracts.rules import between, derived, known, one_of
 
 PHASES: Final = ("prefill", "decode", "aggregated")
 RUNTIMES: Final = ("vllm", "hybrid")
 SPLITS: Final = ("equal", "free")
 LIMITS: Final = ("weights", "kv", "latency", "layers")
+MOST_STAGES: Final = 10_000.0
+_PER_NODE: Final = ("nodes", "node_stage", "node_source")
+_PER_STAGE: Final = ("stage_layers", "stage_quanta")
 
 PARTITION_COLUMNS: Final = ("model", "phase")
 """Columns that stand in the folder names, not in the files."""
@@ -95,27 +101,61 @@ def _example(_: datetime) -> Sequence[Mapping[str, Any]]:
     return [{**shared, **single}, {**shared, **mixed}]
 
 
+def _of_lists(frame: pd.DataFrame, column: str, value: Callable[[Any], float]) -> pd.Series:
+    """``value`` of each list; null where there is none, which another rule says."""
+    found = [math.nan if cell is None else value(cell) for cell in frame[column]]
+    return pd.Series(found, index=frame.index, dtype=float)
+
+
 def _uneven_lists(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """How far the lists' lengths are from the counts beside them."""
-
-    def off(row: Any) -> float:
-        per_node = sum(abs(len(row[name]) - row["num_nodes"]) for name in ("nodes", "node_stage", "node_source"))
-        per_stage = sum(abs(len(row[name]) - row["num_stages"]) for name in ("stage_layers", "stage_quanta"))
-        return float(per_node + per_stage)
-
-    return _by_row(frame, off)
+    off = [(_of_lists(frame, name, len) - frame["num_nodes"]).abs() for name in _PER_NODE]
+    off += [(_of_lists(frame, name, len) - frame["num_stages"]).abs() for name in _PER_STAGE]
+    return pd.concat(off, axis=1).sum(axis=1)
 
 
 def _missing_layers(frame: pd.DataFrame, _: GateContext) -> pd.Series:
-    return _by_row(frame, lambda row: float(abs(sum(row["stage_layers"]) - row["num_layers"])))
+    return (_of_lists(frame, "stage_layers", sum) - frame["num_layers"]).abs()
 
 
 def _quanta_beyond(frame: pd.DataFrame, _: GateContext) -> pd.Series:
-    return _by_row(frame, lambda row: float(sum(row["stage_quanta"]) - row["total_quanta"]))
+    return _of_lists(frame, "stage_quanta", sum) - frame["total_quanta"]
 
 
-def _by_row(frame: pd.DataFrame, value: Any) -> pd.Series:
-    return pd.Series([value(row) for _, row in frame.iterrows()], index=frame.index, dtype=float)
+def _least(column: str) -> Derive:
+    """Smallest item of a list; null where it is empty, which the counts say."""
+    return lambda frame, _: _of_lists(frame, column, lambda cell: min(cell, default=math.nan))
+
+
+def _stages_off(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+    """Stages that hold no node, and stage numbers beyond the last: 0 if nodes and stages fit."""
+    counts = [
+        math.nan if cell is None or math.isnan(number) else float(len(set(cell) ^ set(range(int(number)))))
+        for cell, number in zip(frame["node_stage"], frame["num_stages"].clip(upper=MOST_STAGES), strict=True)
+    ]
+    return pd.Series(counts, index=frame.index, dtype=float)
+
+
+def _strange(column: str, known: Callable[[GateContext], frozenset[str] | None]) -> Derive:
+    """Items of a list that are not among the known ones."""
+
+    def derive(frame: pd.DataFrame, context: GateContext) -> pd.Series:
+        names = known(context)
+        if names is None:
+            return pd.Series(math.nan, index=frame.index)
+        return _of_lists(frame, column, lambda cell: float(sum(one not in names for one in cell)))
+
+    return derive
+
+
+def _id_off(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+    """1 where the id does not begin with the row's own model and phase."""
+    pairs = zip(frame["template_id"], frame["model"], frame["phase"], strict=True)
+    off = [
+        math.nan if any(pd.isna(one) for one in row) else float(not row[0].startswith(f"{row[1]}/{row[2]}/"))
+        for row in pairs
+    ]
+    return pd.Series(off, index=frame.index, dtype=float)
 
 
 RULES: Final = (
@@ -123,14 +163,68 @@ RULES: Final = (
     one_of("runtime", RUNTIMES),
     one_of("latency_split", SPLITS),
     one_of("limited_by", LIMITS),
+    known("model", "model"),
+    *(
+        between(name, 1.0, MOST_STAGES, f"{name} must be at least 1 and plausible", broken=0)
+        for name in ("num_nodes", "num_stages", "num_layers", "total_quanta")
+    ),
     between("throughput", 0.0, 1e12, "throughput must be above zero", strict_minimum=True, broken=0.0),
-    between("slo_ttft_s", 0.0, 1e6, "slo_ttft_s must be above zero", strict_minimum=True, broken=0.0),
-    between("slo_tpot_s", 0.0, 1e6, "slo_tpot_s must be above zero", strict_minimum=True, broken=0.0),
-    between("slo_percentile", 0.0, 100.0, "slo_percentile must be within 0 and 100", broken=101.0),
+    *SLO_RULES,
+    derived(
+        "id_names_row",
+        "template_id must begin with the row's model and phase",
+        ("template_id", "model", "phase"),
+        _id_off,
+        maximum=0.0,
+        broken=Broken(cells={0: {"template_id": "phi-4-14b/prefill/60ms/1*L40Sx1/vllm"}}),
+    ),
+    derived(
+        "nodes_configured",
+        "nodes name an unknown configuration",
+        ("nodes",),
+        _strange("nodes", lambda context: context.known.get("configuration")),
+        maximum=0.0,
+        broken=Broken(
+            cells={0: {"nodes": ["L40Sx3"]}},
+            context=lambda context, _: replace(context, known={"configuration": frozenset({"L40Sx1", "L4x1"})}),
+        ),
+    ),
+    derived(
+        "node_source_choice",
+        f"node_source must be of {', '.join(SOURCES)}",
+        ("node_source",),
+        _strange("node_source", lambda _: frozenset(SOURCES)),
+        maximum=0.0,
+        broken=Broken(cells={0: {"node_source": ["guessed"]}}),
+    ),
+    derived(
+        "layers_in_each_stage",
+        "each stage must hold at least one layer",
+        ("stage_layers",),
+        _least("stage_layers"),
+        minimum=1.0,
+        broken=Broken(cells={1: {"stage_layers": [0, 40]}}),
+    ),
+    derived(
+        "share_of_each_stage",
+        "each stage needs a latency share of at least one quantum",
+        ("stage_quanta",),
+        _least("stage_quanta"),
+        minimum=1.0,
+        broken=Broken(cells={1: {"stage_quanta": [-1, 41]}}),
+    ),
+    derived(
+        "nodes_in_stages",
+        "every stage from 0 to num_stages - 1 must have a node, and every node such a stage",
+        ("node_stage", "num_stages"),
+        _stages_off,
+        maximum=0.0,
+        broken=Broken(cells={1: {"node_stage": [2, 0, 0]}}),
+    ),
     derived(
         "lists_even",
         "lists must have one entry per node or per stage",
-        ("num_nodes", "num_stages"),
+        ("num_nodes", "num_stages", *_PER_NODE, *_PER_STAGE),
         _uneven_lists,
         maximum=0.0,
         broken=Broken(cells={0: {"num_nodes": 2}}),
@@ -138,7 +232,7 @@ RULES: Final = (
     derived(
         "layers_complete",
         "the stages' layers must add up to num_layers",
-        ("num_layers",),
+        ("num_layers", "stage_layers"),
         _missing_layers,
         maximum=0.0,
         broken=Broken(cells={0: {"num_layers": 41}}),
@@ -146,7 +240,7 @@ RULES: Final = (
     derived(
         "quanta_within_budget",
         "the stages' latency shares must not exceed total_quanta",
-        ("total_quanta",),
+        ("total_quanta", "stage_quanta"),
         _quanta_beyond,
         maximum=0.0,
         broken=Broken(cells={0: {"total_quanta": 54}}),
