@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
@@ -27,12 +29,14 @@ DOCKERFILES = ("Dockerfile", "Dockerfile.agent")
 
 
 def _airflow_options() -> dict[str, dict]:
-    """Options of this Airflow and its Celery provider by section, as their own descriptions have them."""
-    import airflow
-    from airflow.providers.celery.get_provider_info import get_provider_info
-
-    core = yaml.safe_load((Path(airflow.__file__).parent / "config_templates" / "config.yml").read_text("utf-8"))
-    return {name: part["options"] for name, part in {**core, **get_provider_info()["config"]}.items()}
+    """Options of this Airflow and its Celery provider by section, from their own files: importing them makes a home."""
+    found = importlib.util.find_spec("airflow")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent
+    core = yaml.safe_load((folder / "config_templates" / "config.yml").read_text(encoding="utf-8"))
+    celery = runpy.run_path(str(folder / "providers" / "celery" / "get_provider_info.py"))["get_provider_info"]()
+    return {name: part["options"] for name, part in {**core, **celery["config"]}.items()}
 
 
 def _instructions(name: str) -> list[tuple[str, str]]:
