@@ -56,7 +56,7 @@ class Settings(BaseSettings):
     keep_runs: int = Field(default=600, ge=1, description="Run folders, dispatch results and task logs to keep.")
     adjustment_interval_s: float = Field(default=300.0, gt=0, description="Time between two allocation runs.")
     startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")
-    headroom: float = Field(default=0.9, gt=0, le=1, description="Share of capacity that demand may use.")
+    headroom: float = Field(default=0.7, gt=0, le=1, description="Share of capacity that demand may use.")
     solve_time_limit_s: float = Field(default=60.0, gt=0, description="Limit of one solve; the best plan counts.")
     runtimes: tuple[Literal["vllm", "hybrid"], ...] = Field(
         default=("vllm",),

@@ -25,7 +25,7 @@ from coral_tasks.profiling.tables import NodeTable, reduce_costs
 
 LOG = logging.getLogger(__name__)
 PHASES = (Phase.PREFILL, Phase.DECODE)
-CODE_SCHEMA = 1
+CODE_SCHEMA = 2
 """Part of every version: raise it when the meaning of a table changes."""
 
 

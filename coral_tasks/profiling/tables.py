@@ -11,6 +11,11 @@ For a batch of b sequences, stage time l(b, j) and a share of q quanta of u seco
 
 so r = min(b / l, N / (l + (Q - q) u)), and T is the best r over the grid of batches times the tokens of a sequence.
 With l = q u this is the Q / q micro-batches in flight of notes A5.7.
+
+Prompts of a Poisson stream queue, and a limit at a percentile binds for long prompts that find others before them. So
+above the 50th percentile prefill counts a batch only if a prompt of p95 length still meets the share after a wait, and
+only QUEUE_SHARE of its rate (docs/decisions/2026-11-30-goodput.md has the measurements). Decode needs neither: a
+batch that breathes is covered by the planner's headroom.
 """
 
 from __future__ import annotations
@@ -32,6 +37,15 @@ LOG = logging.getLogger(__name__)
 
 MAX_REPAIR = 0.2
 """Largest relative change the envelope may make to a cell; beyond it the costs are not believed."""
+
+QUEUE_SHARE = 0.8
+"""Share of a prefill node's batch rate that a queue may be filled to while its percentile holds, headroom apart."""
+
+LONG_PROMPT_WAITS = 2.0
+"""Mean service times that a long prompt waits in such a queue, and must have room for within the limit."""
+
+MEAN_PERCENTILE = 50.0
+"""At or below it tables are made for mean lengths and no queue, as the paper makes them."""
 
 SIGNIFICANT_DIGITS = 6
 """Figures are rounded so that the last bits of different CPUs do not make different versions."""
@@ -59,6 +73,9 @@ def reduce_costs(
     quantum_s = slo.limit_s(work.phase) / NUM_QUANTA
     stage_s = costs.stage_s() + hop_s(work)[:, None]
     rate, feasible = _rates(np.asarray(work.sequences, dtype=np.float64), stage_s, room, quantum_s)
+    if work.phase is Phase.PREFILL and slo.percentile > MEAN_PERCENTILE:
+        feasible &= long_prompts_fit(work, stage_s, shape, quantum_s)
+        rate = np.where(feasible, QUEUE_SHARE * rate, 0.0)
     best = rate.argmax(axis=0)
     per_sequence = work.context_tokens if work.phase is Phase.PREFILL else 1.0
     raw = np.take_along_axis(rate, best[None], axis=0)[0] * per_sequence
@@ -121,6 +138,34 @@ def _rates(
     feasible = (stage_s[:, :, None] <= share_s) & (sequences[:, None] <= room.sequences)[:, :, None]
     rate = np.minimum((sequences[:, None] / stage_s)[:, :, None], room.sequences[None, :, None] / stay_s)
     return np.where(feasible, rate, 0.0), feasible
+
+
+def long_prompts_fit(
+    work: Work, stage_s: NDArray[np.float64], shape: RequestShape, quantum_s: float
+) -> NDArray[np.bool_]:
+    """Whether a prompt of p95 length meets the limit after waiting, shape (B, L, Q).
+
+    It waits once, at the pipeline's door, and may use what all stages leave of the budget: with this stage's share
+    typical of the others, Q / q times what it leaves here.
+    """
+    share_s = quantum_s * np.arange(1, NUM_QUANTA + 1)
+    left_s = (share_s - long_prompt_s(work, stage_s, shape)[:, None]) * (quantum_s * NUM_QUANTA / share_s)
+    service_s = stage_s / np.asarray(work.sequences, dtype=np.float64)[:, None]
+    return np.asarray(left_s >= LONG_PROMPT_WAITS * service_s[:, :, None], dtype=np.bool_)
+
+
+def long_prompt_s(work: Work, stage_s: NDArray[np.float64], shape: RequestShape) -> NDArray[np.float64]:
+    """Seconds of one prompt of p95 length, shape (L,): constant and slope of the grid's batches, in whole chunks.
+
+    A prompt above the largest batch pays the constant once for each chunk. With a single batch all is slope.
+    """
+    tokens = work.tokens
+    slope = stage_s[0] / tokens[0]
+    if len(tokens) > 1:
+        slope = np.maximum(stage_s[-1] - stage_s[0], 0.0) / (tokens[-1] - tokens[0])
+    constant = np.maximum(stage_s[0] - slope * tokens[0], 0.0)
+    chunks = max(1.0, np.ceil(shape.p95_prompt_tokens / tokens[-1]))
+    return np.asarray(constant * chunks + slope * shape.p95_prompt_tokens, dtype=np.float64)
 
 
 def envelope(raw: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -9,8 +9,8 @@ API::
     SimulationOptions(timing=, transfer=, startup_s=, admission=, shed_late=, losses=, micro_batches=, router=, ...)
     result.models[k].ttft.p99_s, .tpot, .goodput_tokens_per_s, .attainment; result.cost_usd, .stable, .statement
 
-Deterministic: nothing random happens inside; traces carry their own seed. TTFT ends with prefill; TPOT covers KV
-transfer, waiting for decode and decoding, over the tokens after the first.
+Deterministic: nothing random happens inside; traces carry their own seed. TTFT ends with prefill; TPOT
+covers waiting for decode and decoding, over the tokens after the first; the hand-over between them is told apart.
 """
 
 from coral_tasks.simulation.engine import RecordSink, simulate

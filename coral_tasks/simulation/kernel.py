@@ -122,34 +122,66 @@ def _drop_top(state: State) -> None:
 
 @_compiled
 def _route(state: State, model: int, entry: bool, region: int, tokens: int, prompt: int) -> int:
-    """An active instance that can hold the request, by smooth weighted round robin or by the least load for its weight.
+    """An active instance that can hold the request, by smooth weighted round robin; ``region`` -1: any.
 
-    ``entry``: prefill and aggregated instances, else decode. ``region`` -1: any.
+    ``entry``: prefill and aggregated instances, else decode. With the router by load, round robin still chooses the
+    region, since its decode instances were planned for that share, and the least load for its weight the instance.
     """
-    by_load = state.clock[0].least_loaded == 1
+    i = _next_in_turn(state, model, entry, region, tokens, prompt)
+    if i >= 0 and state.clock[0].least_loaded == 1:
+        i = _least_loaded(state, model, entry, state.instances[i].region, tokens, prompt)
+    if i >= 0:
+        state.instances[i].load += _held_tokens(state.instances[i], tokens, prompt)
+    return i
+
+
+@_compiled
+def _held_tokens(instance: Any, tokens: int, prompt: int) -> int:
+    """Cache that a request needs at its longest: the prompt in prefill, else prompt and answer."""
+    return prompt if instance.phase == PREFILL else tokens
+
+
+@_compiled
+def _takes(instance: Any, entry: bool, region: int) -> bool:
+    """Whether an instance takes requests of this side and region at all."""
+    active = instance.state == ACTIVE and instance.weight > 0.0
+    return bool(active and (instance.phase != DECODE) == entry and region in (-1, instance.region))
+
+
+@_compiled
+def _least_loaded(state: State, model: int, entry: bool, region: int, tokens: int, prompt: int) -> int:
+    """Least load with this request, for the weight, among those that can hold it; the first of equals."""
+    first, count = state.models[model].first_instance, state.models[model].num_instances
+    best, least = -1, math.inf
+    for i in range(first, first + count):
+        instance = state.instances[i]
+        need = _held_tokens(instance, tokens, prompt)
+        if not _takes(instance, entry, region) or need > instance.kv_capacity:
+            continue
+        load = (instance.load + need) / instance.weight
+        if load < least:
+            best, least = i, load
+    return best
+
+
+@_compiled
+def _next_in_turn(state: State, model: int, entry: bool, region: int, tokens: int, prompt: int) -> int:
+    """Smooth weighted round robin among those that can hold the request."""
     first, count = state.models[model].first_instance, state.models[model].num_instances
     best, best_credit, total, seen = -1, -math.inf, 0.0, False
     for i in range(first, first + count):
         instance = state.instances[i]
-        if instance.state != ACTIVE or instance.weight <= 0.0 or (instance.phase != DECODE) != entry:
-            continue
-        if region >= 0 and instance.region != region:
+        if not _takes(instance, entry, region):
             continue
         seen = True
-        need = prompt if instance.phase == PREFILL else tokens
-        if need > instance.kv_capacity:
+        if _held_tokens(instance, tokens, prompt) > instance.kv_capacity:
             continue
-        if by_load:
-            instance.credit = -(instance.load + need) / instance.weight
-        else:
-            instance.credit += instance.weight
-            total += instance.weight
+        instance.credit += instance.weight
+        total += instance.weight
         if instance.credit > best_credit:
             best, best_credit = i, instance.credit
     if best >= 0:
-        if not by_load:
-            state.instances[best].credit -= total
-        state.instances[best].load += prompt if state.instances[best].phase == PREFILL else tokens
+        state.instances[best].credit -= total
         return best
     return _NONE_FITS if seen else _NO_INSTANCE
 
@@ -190,6 +222,7 @@ def _end_request(state: State, s: int, outcome: int) -> None:
     out.entry, out.instance = slot.entry, slot.instance
     out.prompt, out.output, out.generated = slot.prompt, slot.output, slot.generated
     out.arrival, out.first, out.finish = slot.arrival, slot.first, clock.now
+    out.ready, out.second = slot.ready, slot.second
     out.preemptions, out.retries = slot.preemptions, slot.retries
     slot.used = 0
     slot.next = clock.free_slot
@@ -221,7 +254,7 @@ def _enter(state: State, s: int) -> None:
         _end_request(state, s, _TOO_LONG if i == _NONE_FITS else _UNROUTABLE)
         return
     slot.todo, slot.held, slot.generated, slot.entry = slot.prompt, 0, 0, i
-    slot.first = math.nan
+    slot.first, slot.ready, slot.second = math.nan, math.nan, math.nan
     _enqueue(state, i, s, False)  # noqa: FBT003
     _wake(state, i, False)  # noqa: FBT003
 
@@ -235,7 +268,8 @@ def _arrive(state: State, index: int, arrivals: Records, row: int) -> None:
     clock.in_flight += 1
     clock.peak_in_flight = max(clock.peak_in_flight, clock.in_flight)
     slot.index, slot.model, slot.prompt, slot.output = index, arrival.model, arrival.prompt, arrival.output
-    slot.arrival, slot.first, slot.entry, slot.instance = arrival.time, math.nan, -1, -1
+    slot.arrival, slot.entry, slot.instance = arrival.time, -1, -1
+    slot.first, slot.ready, slot.second = math.nan, math.nan, math.nan
     slot.generated, slot.preemptions, slot.retries, slot.used = 0, 0, 0, 1
     model = state.models[arrival.model]
     model.admit_credit += model.admit_share
@@ -282,7 +316,7 @@ def _transfer_end(state: State, s: int, i: int) -> None:
     if state.instances[i].state == GONE:
         _retry(state, s)
         return
-    state.slots[s].todo = 0
+    state.slots[s].todo, state.slots[s].ready = 0, state.clock[0].now
     _enqueue(state, i, s, False)  # noqa: FBT003
     _wake(state, i, False)  # noqa: FBT003
 
@@ -354,6 +388,7 @@ def _admit(state: State, g: int, decoding: int) -> int:
     i = group.instance
     instance = state.instances[i]
     left, prompt_tokens = instance.budget - decoding, 0
+    left += _long_prompt_extra(state, g)
     for k in range(group.first_run, group.first_run + group.size):
         slot = state.slots[state.running[k]]
         slot.chunk = max(min(slot.todo, left), 0)
@@ -369,11 +404,27 @@ def _admit(state: State, g: int, decoding: int) -> int:
         if instance.kv_used + need + decoding > instance.kv_capacity and instance.kv_used > 0:
             break
         slot = _take_in(state, g, need)
+        if prompt_tokens == 0:
+            left += _long_prompt_extra(state, g)
         slot.chunk = min(slot.todo, left)
         decoding += slot.todo == 0
         left -= max(slot.chunk, 1)
         prompt_tokens += slot.chunk
     return prompt_tokens
+
+
+@_compiled
+def _long_prompt_extra(state: State, g: int) -> int:
+    """Tokens beyond the budget so that a prefill group's first prompt goes whole, in chunks that follow one another.
+
+    vLLM schedules a prompt's next chunk before the last one has left the pipeline, so chunks overlap over the stages.
+    """
+    group = state.groups[g]
+    instance = state.instances[group.instance]
+    if instance.phase != PREFILL or group.size == 0:
+        return 0
+    todo = state.slots[state.running[group.first_run]].todo
+    return int((todo - 1) // instance.budget * instance.budget)
 
 
 @_compiled
@@ -405,16 +456,24 @@ def _stage_s(state: State, stage: Any, prompt_tokens: int, sequences: int, conte
 
 @_compiled
 def _pass_stages(state: State, g: int, prompt_tokens: int, sequences: int, context_tokens: int) -> None:
-    """Book the batch through all stages (first in, first out at each) and push the end of the step."""
+    """Book the batch through all stages (first in, first out at each) and push the end of the step.
+
+    Prompts beyond the token budget follow in chunks: each enters a stage when the one before has left it.
+    """
     instance = state.instances[state.groups[g].instance]
-    time = state.clock[0].now
-    for k in range(instance.first_stage, instance.first_stage + instance.num_stages):
-        stage = state.stages[k]
-        took = _stage_s(state, stage, prompt_tokens, sequences, context_tokens)
-        time = max(time, stage.free_at) + took
-        stage.free_at = time
-        stage.busy += took
-        time += stage.hop
+    time, left, sent = 0.0, prompt_tokens, False
+    while left > 0 or not sent:
+        chunk = min(left, instance.budget) if instance.phase == PREFILL else left
+        left -= chunk
+        sent = True
+        time = state.clock[0].now
+        for k in range(instance.first_stage, instance.first_stage + instance.num_stages):
+            stage = state.stages[k]
+            took = _stage_s(state, stage, chunk, sequences, context_tokens)
+            time = max(time, stage.free_at) + took
+            stage.free_at = time
+            stage.busy += took
+            time += stage.hop
     instance.num_steps += 1
     push_event(state, time, STEP_END, g, 0, 0.0)
 
@@ -452,7 +511,9 @@ def _advance(state: State, s: int, i: int) -> bool:
         instance.kv_used += 1.0
     slot.generated += 1
     if slot.generated == 1:
-        slot.first = state.clock[0].now
+        slot.first, slot.ready = state.clock[0].now, state.clock[0].now
+    elif slot.generated == 2:
+        slot.second = state.clock[0].now
     return bool(slot.generated >= slot.output or instance.phase == PREFILL)
 
 

@@ -1,5 +1,10 @@
 """Results of a simulation: streamed percentiles, counts, goodput, use, cost. Owns the meaning of each figure.
 
+Limits are those of the phases, as the paper states them: TTFT is the time to the end of prefill, TPOT the time from the
+moment the cache lies at the decode instance, waiting there included, over the tokens after the first. The hand-over in
+between belongs to neither and is told apart. ``client_*`` is what a client of stock vLLM sees behind a prefill/decode
+proxy, where the decode instance gives out the first token: hand-over and wait count as TTFT.
+
 Percentiles come from histograms with bins of 0.1 % width, so memory does not grow with the number of requests.
 """
 
@@ -85,6 +90,7 @@ class ModelSummary:
     ``num_by_outcome``: requests by Outcome name; they add up to ``num_requests``. ``within_slo``: completed with both
     TTFT and TPOT within their limits. ``goodput_*``: rate of those, over the trace's span; output tokens.
     ``offered_*``: the same rates of everything that arrived. ``*_attainment``: share of all arrivals.
+    ``handover``: from the end of prefill to the cache at the decode instance. ``client_*``: see the module's words.
     """
 
     model: ModelId
@@ -93,6 +99,9 @@ class ModelSummary:
     num_within_slo: int
     ttft: LatencySummary
     tpot: LatencySummary
+    handover: LatencySummary
+    client_ttft: LatencySummary
+    client_tpot: LatencySummary
     offered_requests_per_s: float
     offered_tokens_per_s: float
     goodput_requests_per_s: float
@@ -100,6 +109,7 @@ class ModelSummary:
     ttft_attainment: float
     tpot_attainment: float
     attainment: float
+    client_attainment: float
     num_preemptions: int
     num_retries: int
 
@@ -168,7 +178,11 @@ class ModelTally:
     outcomes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Outcome), dtype=np.int64))
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
+    handover: Histogram = field(default_factory=Histogram)
+    client_ttft: Histogram = field(default_factory=Histogram)
+    client_tpot: Histogram = field(default_factory=Histogram)
     good: int = 0
+    good_client: int = 0
     good_tokens: int = 0
     good_ttft: int = 0
     good_tpot: int = 0
@@ -186,6 +200,18 @@ class ModelTally:
         ttft, tpot = done["first"] - done["arrival"], time_per_output_token(done)
         self.ttft.add(ttft)
         self.tpot.add(tpot[np.isfinite(tpot)])
+        self.handover.add((done["ready"] - done["first"])[moved(done)])
+        self._count_good(done, ttft, tpot)
+        self._count_client(done)
+
+    def _count_client(self, done: Records) -> None:
+        ttft, tpot = client_times(done)
+        self.client_ttft.add(ttft)
+        self.client_tpot.add(tpot[np.isfinite(tpot)])
+        if self.slo is not None:
+            self.good_client += int(((ttft <= self.slo.ttft_s) & ~(tpot > self.slo.tpot_s)).sum())
+
+    def _count_good(self, done: Records, ttft: NDArray[np.float64], tpot: NDArray[np.float64]) -> None:
         if self.slo is None:
             return
         fast = ttft <= self.slo.ttft_s
@@ -205,6 +231,9 @@ class ModelTally:
             num_within_slo=self.good,
             ttft=LatencySummary.of(self.ttft),
             tpot=LatencySummary.of(self.tpot),
+            handover=LatencySummary.of(self.handover),
+            client_ttft=LatencySummary.of(self.client_ttft),
+            client_tpot=LatencySummary.of(self.client_tpot),
             offered_requests_per_s=count / span,
             offered_tokens_per_s=self.tokens / span,
             goodput_requests_per_s=self.good / span,
@@ -212,14 +241,33 @@ class ModelTally:
             ttft_attainment=self.good_ttft / max(count, 1),
             tpot_attainment=self.good_tpot / max(count, 1),
             attainment=self.good / max(count, 1),
+            client_attainment=self.good_client / max(count, 1),
             num_preemptions=self.preemptions,
             num_retries=self.retries,
         )
 
 
 def time_per_output_token(rows: Records) -> NDArray[np.float64]:
-    """Seconds per output token after the first, transfer and waiting included; NaN for a single token."""
-    later = (rows["output"] - 1).astype(np.float64)
-    later[later == 0] = np.nan
-    span: NDArray[np.float64] = rows["finish"] - rows["first"]
+    """Seconds per token after the first, from the cache's arrival on, waiting included; NaN for a single token."""
+    return _per_token(rows["finish"] - rows["ready"], rows["output"] - 1)
+
+
+def moved(rows: Records) -> NDArray[np.bool_]:
+    """Which requests decoded on another instance than the one they entered."""
+    return np.asarray(rows["instance"] != rows["entry"], dtype=np.bool_)
+
+
+def client_times(rows: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """TTFT and TPOT as a client of stock vLLM sees them: a request that moved gets its first token from decode.
+
+    TPOT is NaN where no token follows; of a request that moved, over the decode steps after the first.
+    """
+    away = moved(rows)
+    seen = np.where(away, rows["second"], rows["first"])
+    return seen - rows["arrival"], _per_token(rows["finish"] - seen, rows["output"] - 1 - away)
+
+
+def _per_token(span: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    later = tokens.astype(np.float64)
+    later[later <= 0] = np.nan
     return span / later

@@ -17,8 +17,8 @@ type PriceList = Mapping[tuple[RegionId, NodeConfigurationId, Market], float]
 
 
 class Router(StrEnum):
-    """WEIGHTED_ROUND_ROBIN: by weight alone, as the published routing tables say. LEAST_LOADED: fewest tokens
-    outstanding for the weight, as a gateway that sees its instances' queues would do.
+    """WEIGHTED_ROUND_ROBIN: by weight alone, as the published routing tables say. LEAST_LOADED: regions by weight,
+    inside one the fewest tokens outstanding for the weight, as a gateway that sees its instances' queues would do.
     """
 
     WEIGHTED_ROUND_ROBIN = "weighted_round_robin"

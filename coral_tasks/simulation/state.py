@@ -131,6 +131,8 @@ SLOT = np.dtype(
         ("instance", "i8"),
         ("arrival", "f8"),
         ("first", "f8"),
+        ("ready", "f8"),
+        ("second", "f8"),
         ("todo", "i8"),
         ("chunk", "i8"),
         ("held", "i8"),
@@ -145,6 +147,7 @@ SLOT = np.dtype(
 EVENT = np.dtype(
     [("time", "f8"), ("kind", "i8"), ("sequence", "i8"), ("a", "i8"), ("b", "i8"), ("x", "f8")], align=True
 )
+# ``first``: end of prefill; ``ready``: the cache is where it decodes; ``second``: end of the first decode step.
 OUT = np.dtype(
     [
         ("index", "i8"),
@@ -157,6 +160,8 @@ OUT = np.dtype(
         ("generated", "i8"),
         ("arrival", "f8"),
         ("first", "f8"),
+        ("ready", "f8"),
+        ("second", "f8"),
         ("finish", "f8"),
         ("preemptions", "i8"),
         ("retries", "i8"),

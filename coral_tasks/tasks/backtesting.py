@@ -43,7 +43,7 @@ class BacktestRequest:
     hours: float = 24.0
     every: int = 3
     margin: float = 1.1
-    headroom: float = 0.9
+    headroom: float = 0.7
     startup_s: float = 120.0
     policies: tuple[str, ...] = POLICIES
     seed: int = 0

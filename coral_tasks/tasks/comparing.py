@@ -101,7 +101,7 @@ class CompareRequest:
     num_epochs: int = 5
     epoch_s: float = 360.0
     startup_s: float = 120.0
-    headroom: float = 0.9
+    headroom: float = 0.7
     seed: int = 0
     time_limit_s: float = 60.0
     gap: float = 1e-4

@@ -365,11 +365,12 @@ class RequestRows:
 
 def request_columns(rows: Records, models: Sequence[ModelId]) -> dict[str, Any]:
     """Columns of the per-request table: seconds, tokens, outcome names; missing times are null."""
-    from coral_tasks.simulation.outcome import time_per_output_token
+    from coral_tasks.simulation.outcome import client_times, time_per_output_token
     from coral_tasks.simulation.state import Outcome
 
     done = rows["outcome"] == Outcome.COMPLETED
     names = np.array([one.name.lower() for one in Outcome])
+    client_ttft, client_tpot = client_times(rows)
     return {
         "request": rows["index"],
         "model": np.array(models)[rows["model"]],
@@ -377,6 +378,9 @@ def request_columns(rows: Records, models: Sequence[ModelId]) -> dict[str, Any]:
         "arrival_s": rows["arrival"],
         "ttft_s": rows["first"] - rows["arrival"],
         "tpot_s": np.where(done, time_per_output_token(rows), np.nan),
+        "handover_s": rows["ready"] - rows["first"],
+        "client_ttft_s": client_ttft,
+        "client_tpot_s": np.where(done, client_tpot, np.nan),
         "finish_s": np.where(done, rows["finish"], np.nan),
         "prompt_tokens": rows["prompt"],
         "output_tokens": rows["output"],

@@ -20,7 +20,14 @@ from coral_tasks.profiling import MemoryParameters, build_profile_tables, build_
 from coral_tasks.profiling.costs import HALF_ROUND_TRIP_S, LayerCosts, Work, hop_s, work_for
 from coral_tasks.profiling.memory import Parallelism, choose_parallelism
 from coral_tasks.profiling.roofline import RooflineSource
-from coral_tasks.profiling.tables import envelope, reduce_costs, round_significant, sequence_room
+from coral_tasks.profiling.tables import (
+    QUEUE_SHARE,
+    envelope,
+    long_prompt_s,
+    reduce_costs,
+    round_significant,
+    sequence_room,
+)
 
 CATALOG = load_catalog()
 ROOFLINE = RooflineSource.load()
@@ -167,10 +174,36 @@ def test_the_largest_batch_of_the_grid_is_limited_by_layers() -> None:
 
 
 def test_prefill_counts_prompt_tokens() -> None:
-    """Two prompts of 96 tokens in 4 layers of 1 ms: 192 tokens per 4.1 ms."""
+    """Two prompts of 96 tokens in 4 layers of 1 ms: 192 tokens per 4.1 ms, of which a queue may use its share."""
     work = replace(decode_work((1, 2)), phase=Phase.PREFILL, context_tokens=96)
     table = reduce_costs(work, costs_of(work, [1e-3, 1e-3]), slo(1.0), shape_of(), MemoryParameters())
+    assert table.throughput[3, 59] == pytest.approx(QUEUE_SHARE * 192 / (4e-3 + HALF_ROUND_TRIP_S), rel=1e-4)
+
+
+def test_a_limit_on_the_median_is_planned_on_mean_lengths_without_a_queue() -> None:
+    """The same batch at the 50th percentile counts whole, however long the longest prompts are."""
+    work = replace(decode_work((1, 2)), phase=Phase.PREFILL, context_tokens=96)
+    limit = LatencySlo(ttft_s=1.0, tpot_s=1.0, percentile=50)
+    table = reduce_costs(work, costs_of(work, [1e-3, 1e-3]), limit, shape_of(p95=9600), MemoryParameters())
     assert table.throughput[3, 59] == pytest.approx(192 / (4e-3 + HALF_ROUND_TRIP_S), rel=1e-4)
+
+
+def test_a_long_prompt_must_meet_the_limit_after_a_wait() -> None:
+    """40 us a token: 960 tokens take 38.5 ms, two waits 7.88 ms; a limit of 45 ms is too little, 47 is enough."""
+    work = replace(decode_work((1, 2)), phase=Phase.PREFILL, context_tokens=96)
+    costs = costs_of(work, [0.96e-3, 1.92e-3])
+    for seconds, fits in ((45e-3, False), (47e-3, True)):
+        table = reduce_costs(work, costs, slo(seconds), shape_of(p95=960), MemoryParameters())
+        assert bool(table.throughput[3, 59]) is fits
+    assert table.limited_by[3, 30] == LimitedBy.LATENCY  # half the budget: the long prompt alone does not fit
+
+
+def test_time_of_a_long_prompt_pays_the_constant_for_every_chunk() -> None:
+    """Batches of 96 and 192 tokens take 2 and 3 ms: constant 1 ms, so 300 tokens in two chunks take 2 + 300/96 ms."""
+    work = replace(decode_work((1, 2), layers=1), phase=Phase.PREFILL, context_tokens=96)
+    assert long_prompt_s(work, np.array([[2e-3], [3e-3]]), shape_of(p95=300))[0] == pytest.approx(5.125e-3)
+    lone = replace(work, sequences=(1,))
+    assert long_prompt_s(lone, np.array([[2e-3]]), shape_of(p95=300))[0] == pytest.approx(2e-3 * 300 / 96)
 
 
 def test_a_hop_moves_hidden_state_and_residual_in_and_out() -> None:
