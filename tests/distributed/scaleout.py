@@ -33,6 +33,7 @@ NEEDED = {
     "initdb": "postgresql",
     "postgres": "postgresql",
     "psql": "postgresql",
+    "pg_dump": "postgresql",
     "redis-server": "redis-server",
 }
 """Program and the Debian package that brings it."""
@@ -160,10 +161,34 @@ class Stack:
             every_s=1.0,
         )
         if state != "success":
-            print(json.dumps([one for one in self.tasks(dag, run_id) if one["state"] != "success"], indent=1))
-            for name in WORKERS:
-                print(f"--- {name}.log\n", (self.root / f"{name}.log").read_text(errors="replace")[-4000:])
+            self.tell_failures(dag, run_id)
         return str(state)
+
+    def tell_failures(self, dag: str, run_id: str) -> None:
+        """Print what did not succeed: states, the end of each task's log, the end of the workers' logs."""
+        for one in self.tasks(dag, run_id):
+            if one["state"] not in {"success", "removed", "skipped"}:
+                print(one["task_id"], one["map_index"], one["state"], "try", one["try_number"])
+                folder = self.root / "task-logs" / f"dag_id={dag}" / f"run_id={run_id}" / f"task_id={one['task_id']}"
+                for log in sorted(folder.rglob("*.log")):
+                    print(f"--- {log.relative_to(folder)}\n{log.read_text(errors='replace')[-3000:]}")
+        for name in WORKERS:
+            print(f"--- {name}.log\n{(self.root / f'{name}.log').read_text(errors='replace')[-2000:]}")
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Every secret of the stack by what it is."""
+        found = {path.name: path.read_text(encoding="ascii").strip() for path in (self.home / "keys").glob("*.key")}
+        for name in ("AIRFLOW__API_AUTH__JWT_SECRET", "AWS_SECRET_ACCESS_KEY"):
+            found[name] = self.environment[name]
+        broker = self.environment["AIRFLOW__CELERY__BROKER_URL"]
+        return found | {"password of servers": broker.split(":")[2].split("@")[0]}
+
+    def database_dump(self) -> str:
+        """Everything that Airflow's database holds, XCom and rendered fields among it, as text."""
+        address = self.environment["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"].replace("+psycopg2", "")
+        done = subprocess.run([str(_program("pg_dump")), address], capture_output=True, text=True, check=True)
+        return done.stdout
 
     def worker_of(self, pid: int) -> str:
         """The worker among whose descendants a process is."""
@@ -275,7 +300,7 @@ def _start_s3(children: ChildGroups, root: Path) -> dict[str, str]:
     environment = {
         "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_SECRET_ACCESS_KEY": secrets.token_hex(20),
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     program = str(Path(sys.executable).parent / "moto_server")

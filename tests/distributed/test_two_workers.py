@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
@@ -140,7 +141,9 @@ def _running(stack: Stack, run: str, task: str) -> dict | None:
     stack.require_running()
     found = [one for one in stack.tasks(ALLOCATION, run) if one["task_id"] == task]
     state = stack.run_state(ALLOCATION, run)
-    assert state not in {"failed", "success"}, f"the run ended {state} before {task}"
+    if state in {"failed", "success"}:
+        stack.tell_failures(ALLOCATION, run)
+        pytest.fail(f"the run ended {state} before {task}")
     return found[0] if found and found[0]["state"] == "running" and found[0].get("pid") else None
 
 
@@ -155,6 +158,50 @@ def test_a_new_worker_takes_part_in_the_next_run(stack) -> None:
     plan = msgspec.json.decode(_object("runs/manual__joined/plan/plan.json"), type=AllocationPlan)
     fleet = dispatching.observe(stack.home / "agents.toml", stack.home / "keys").fleet
     assert len(fleet.instances) == sum(row.count for row in plan.instances)
+
+
+def test_no_secret_is_kept_or_told_anywhere(stack) -> None:
+    """Not in XCom, rendered fields or any other table, not on S3, not in run folders, not in any log."""
+    secrets = stack.secrets
+    assert len(secrets) >= 7
+    assert all(len(value) >= 30 for value in secrets.values())
+    dump = stack.database_dump()
+    assert "manual__joined" in dump, "the dump holds the runs"
+    found = [f"{name} in the database" for name, value in secrets.items() if value in dump]
+    pages = boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+    objects = [entry["Key"] for page in pages for entry in page["Contents"]]
+    assert any(key.startswith("coral/runs/") for key in objects)
+    for key in objects:
+        data = _object(key.removeprefix("coral/"))
+        found += [f"{name} in s3 {key}" for name, value in secrets.items() if value.encode() in data]
+    # Redis holds its own password, and each machine the keys that were deployed to it
+    allowed = {stack.root / "redis", stack.root / "postgres"}
+    for path in stack.root.rglob("*"):
+        if not path.is_file() or allowed & set(path.parents) or "keys" in path.parts:
+            continue
+        if path.name not in {"postgres-password", "jwt_secret"}:
+            data = path.read_bytes()
+            found += [f"{name} in {path}" for name, value in secrets.items() if value.encode() in data]
+    assert found == []
+
+
+def test_metrics_tell_of_the_shared_state(stack) -> None:
+    """A machine that ran no task exports cost, good runs and agents from what workers shared."""
+    done = subprocess.run(
+        [sys.executable, "-m", "coral_tasks.cli", "metrics"],
+        env=stack.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    plan = msgspec.json.decode(_object("current/plan.json"), type=AllocationPlan)
+    lines = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if not line.startswith("#"))
+    cost = float(lines["coral_plan_cost_usd_per_hour"])
+    assert cost == pytest.approx(plan.certificate.cost_usd_per_hour)
+    assert [value for name, value in lines.items() if name.startswith("coral_agent_up")] == ["1.0"] * 3
+    assert float(lines['coral_run_timestamp_seconds{outcome="good"}']) > 0
+    assert float(lines['coral_task_duration_seconds{task="solve"}']) > 0
+    assert not [name for name in lines if name.startswith("coral_unreadable")]
 
 
 def test_every_server_listens_on_loopback_only(stack) -> None:

@@ -76,3 +76,13 @@ def test_promtool_finds_no_fault() -> None:
 def test_names_in_expressions() -> None:
     """Names are found whole, inside functions and beside others."""
     assert names_in(["sum(coral_nodes{state='x'}) > coral_agent_up", "up == 0"]) == {"coral_nodes", "coral_agent_up"}
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    """docs/observability.md has each metric with its labels, and no other."""
+    from coral_tasks.tasks.local_airflow import PROJECT
+
+    text = (PROJECT / "docs" / "observability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(coral_\w+)`: (.+) \| (.*) \|$", text, re.MULTILINE)
+    listed = {name: (told, tuple(re.findall(r"`(\w+)`", labels))) for name, told, labels in rows}
+    assert listed == dict(HELP)
