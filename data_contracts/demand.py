@@ -112,6 +112,14 @@ def _new_series_factor(frame: pd.DataFrame, context: GateContext) -> pd.Series:
     return pd.Series(np.maximum(total / old, old / total), index=frame.index).where(new)
 
 
+def _origin_mixed(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+    """1 on rows of a model and interval that has rows with an origin and one without; else 0."""
+    if frame.empty:
+        return pd.Series(np.nan, index=frame.index)
+    kinds = frame["origin"].isna().groupby([frame["model"], frame["interval_start"]], dropna=False)
+    return (kinds.transform("nunique") > 1).astype(float)
+
+
 def _single_zero(frame: pd.DataFrame, context: GateContext) -> pd.Series:
     """Rate before, for rows that are zero now while other models have demand."""
     before = context.before()
@@ -139,6 +147,14 @@ RULES: Final = (
     ),
     known("model", "model"),
     known("origin", "region"),
+    derived(
+        "origin_all_or_none",
+        "the model has rows with an origin and one without in the same interval: part and whole would both count",
+        ("model", "origin"),
+        _origin_mixed,
+        maximum=0.0,
+        broken=Broken(cells={0: {"model": "gpt-oss-20b", "origin": "aws/us-east-2"}}),
+    ),
     derived(
         "fits_context",
         "requests are longer than the model's context",

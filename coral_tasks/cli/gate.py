@@ -71,12 +71,13 @@ def show(
         return
     rows = [(name, quarantine.report(name)) for name in quarantine.ids()]
     if as_json:
-        typer.echo(json.dumps([{"batch": name, **_brief(report)} for name, report in rows], indent=1))
+        found = [{"batch": name, **_brief(report), "released": quarantine.state(name)} for name, report in rows]
+        typer.echo(json.dumps(found, indent=1))
         return
     listing = Table("batch", "source", "checked at", "violations", "releasable", "released")
     for name, report in rows:
         brief = _brief(report)
-        released = "yes" if (quarantine.folder(name) / "release.json").exists() else ""
+        released = quarantine.state(name)
         cells = (
             brief["source"],
             brief["checked_at"],
@@ -118,7 +119,7 @@ def release(
     reason: Annotated[str, typer.Option(help="Why it is right to plan on it.")],
     by: Annotated[str, typer.Option(help="Who decides; default: the user.")] = "",
 ) -> None:
-    """Let a quarantined batch in: the next run that meets these very bytes accepts them, with warnings."""
+    """Let a quarantined batch in: the next run that meets these very bytes accepts them, once, with warnings."""
     from coral_tasks.tasks.gate import quarantine_of
 
     path = quarantine_of(Settings()).release(batch, by=by or getpass.getuser(), reason=reason, at=datetime.now(UTC))

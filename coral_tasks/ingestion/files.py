@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Final
 
 from coral_tasks.domain.errors import SourceFault
@@ -68,7 +69,11 @@ class FolderSource:
 
 def _read(table: str, path: Path) -> SourceBatch:
     try:
-        before, data, after = path.stat(), path.read_bytes(), path.stat()
+        before = path.stat()
+        if not (S_ISREG(before.st_mode) or S_ISDIR(before.st_mode)):
+            message = f"{table}: {path} is no plain file: a pipe or device may never end"
+            raise SourceFault(message)
+        data, after = path.read_bytes(), path.stat()
     except OSError as error:
         message = f"{table}: {path} cannot be read: {error.strerror or error}"
         raise SourceFault(message) from error

@@ -28,6 +28,8 @@ Rates = NDArray[np.float64]
 MIN_ERRORS: Final = 20
 ERROR_WINDOW: Final = 288
 LENGTH_WINDOW: Final = 12
+MAX_INTERVALS: Final = 1_000_000
+"""Nine years of intervals of five minutes; more is a wrong time in one row."""
 ALPHAS: Final = tuple(k / 10 for k in range(1, 10))
 
 
@@ -208,10 +210,18 @@ def _on_grid(key: tuple[str, str], rows: Sequence[Demand]) -> tuple[datetime, fl
     ]
     if bad:
         raise ValidationFailed(bad)
-    rates = np.full(round(places[-1]) + 1, np.nan)
+    num_intervals = round(places[-1]) + 1
+    _require_span(key[0], num_intervals)
+    rates = np.full(num_intervals, np.nan)
     for row, place in zip(rows, places, strict=True):
         rates[round(place)] = row.requests_per_s
     return start, length, rates
+
+
+def _require_span(name: str, num_intervals: int) -> None:
+    if num_intervals > MAX_INTERVALS:
+        rule = f"a series must span at most {MAX_INTERVALS} intervals"
+        raise ValidationFailed([Violation(table="demand", row=name, value=f"{num_intervals} intervals", rule=rule)])
 
 
 def forecast_demand(
@@ -229,6 +239,7 @@ def forecast_demand(
         raise StaleInput(message)
     for (model, origin), (start, length, rates) in rate_series(known).items():
         total = int((at - start).total_seconds() // length)
+        _require_span(model, total)
         padded = np.concatenate([rates, np.full(max(0, total - rates.size), np.nan)])
         found = forecast_rates(padded, settings, model)
         mine = [row for row in known if (row.model, row.origin or "") == (model, origin)]

@@ -1,7 +1,8 @@
 """Quarantine: refused batches with their reports, and the releases that people signed.
 
-Owns the folder ``quarantine/<batch id>/`` (batch, report.json, report.html, origin.json, release.json). A batch's id is
-table and hash of its bytes: the same bad batch is kept once. Nothing is ever deleted here.
+Owns the folder ``quarantine/<batch id>/`` (batch, report.json, report.html, origin.json, release.json, used-*.json). A
+batch's id is table and hash of its bytes: the same bad batch is kept once. A release counts for one run. Nothing is
+ever deleted here.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Quarantine:
         return self.root / batch
 
     def release(self, batch: str, *, by: str, reason: str, at: datetime) -> Path:
-        """Sign a batch's release: the next run that meets these very bytes lets them in, with warnings.
+        """Sign a batch's release: the next run that meets these very bytes lets them in, once, with warnings.
 
         Raises UnknownName, or ValidationFailed if nobody and nothing is named or the report says that no judgement
         can let it in (unreadable, missing, not a number).
@@ -90,12 +91,52 @@ class Quarantine:
         return folder / "release.json"
 
     def release_of(self, data: bytes) -> dict[str, Any] | None:
-        """The signed release of these bytes, None if there is none."""
+        """The signed release of these bytes, None if there is none: by, reason, at, batch, used_by (a run or "")."""
         digest = _digest(data)
         for batch in self.ids():
             if batch.endswith(f"-{digest}") and (self.root / batch / "release.json").is_file():
-                return self._read(batch, "release.json")
+                return {**self._read(batch, "release.json"), "batch": batch, "used_by": self.used_by(batch)}
         return None
+
+    def state(self, batch: str) -> str:
+        """In words: "", "by ann", or "by ann, used by run r3". Raises UnknownName or StorageFault."""
+        if not (self.folder(batch) / "release.json").is_file():
+            return ""
+        used = self.used_by(batch)
+        return f"by {self._read(batch, 'release.json')['by']}" + (f", used by run {used}" if used else "")
+
+    def used_by(self, batch: str) -> str:
+        """Run that planned on the release in force, "" if none did. Raises UnknownName or StorageFault."""
+        mark = self._mark(batch)
+        return str(self._read(batch, mark.name)["run"]) if mark.is_file() else ""
+
+    def use(self, batch: str, run: str) -> None:
+        """Note that ``run`` takes the release in force; again for the same run is fine.
+
+        Raises StorageFault if another run took it before.
+        """
+        mark = self._mark(batch)
+        try:
+            with mark.open("xb") as file:
+                file.write(_json({"run": run}))
+        except FileExistsError as error:
+            if self.used_by(batch) != run:
+                message = f"the release of {batch} was used by run {self.used_by(batch)} before"
+                raise StorageFault(message) from error
+        except OSError as error:
+            message = f"{mark}: {error.strerror or error}"
+            raise StorageFault(message) from error
+
+    def _mark(self, batch: str) -> Path:
+        """File that says who used the release in force; a new release has a new one."""
+        signed = self.folder(batch) / "release.json"
+        try:
+            return signed.with_name(f"used-{_digest(signed.read_bytes())}.json")
+        except FileNotFoundError:
+            return signed.with_name("used-none.json")
+        except OSError as error:
+            message = f"{signed} cannot be read: {error.strerror or error}"
+            raise StorageFault(message) from error
 
     def _read(self, batch: str, file: str) -> dict[str, Any]:
         path = self.folder(batch) / file

@@ -319,7 +319,11 @@ def _require_still_valid(settings: Settings, run: Run, plan: AllocationPlan) -> 
     now = _as_of(run) if given.as_of else approval.utc_now()
     overrides = {table: given.overrides(table) for table in inputs.INPUT_TABLES}
     seen = _observe(settings).fleet
-    approval.require_still_valid(settings, run, plan, seen, lambda: inputs.fetch_again(settings, now, overrides))
+
+    def anew() -> inputs.PlanningInputs:
+        return inputs.fetch_again(settings, now, overrides, str(run.id))
+
+    approval.require_still_valid(settings, run, plan, seen, anew)
 
 
 def _draw_transition(settings: Settings, run: Run, *, again: bool = False) -> tuple[Transition, Observation] | None:

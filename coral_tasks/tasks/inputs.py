@@ -123,9 +123,11 @@ def _fetch(settings: Settings, table: str, now: datetime, source: Source | None 
 
 
 def fetch_again(
-    settings: Settings, now: datetime, overrides: Mapping[str, Sequence[Mapping[str, Any]]]
+    settings: Settings, now: datetime, overrides: Mapping[str, Sequence[Mapping[str, Any]]], run_id: str = ""
 ) -> PlanningInputs:
     """What the sources say at ``now``, through the gate's rules for each table; nothing is kept, the fleet is left out.
+
+    ``run_id``: bytes that a person released for this run may come again.
 
     Raises SourceFault, ValidationFailed with what the gate refuses.
     """
@@ -138,9 +140,12 @@ def fetch_again(
     for table in ("demand", "prices", "availability"):
         batch = with_overrides(_fetch(settings, table, now), overrides.get(table, ()))
         outcome = check_table(contract_of(table), batch.raw(), gate_context(settings, table, now))
-        if outcome.table is None:
+        taken = outcome.table
+        if taken is None and outcome.report.releasable and _is_released(settings, run_id, batch.data):
+            taken = outcome.readable
+        if taken is None:
             raise ValidationFailed(violations_of(outcome.report))
-        found[table] = outcome.table
+        found[table] = taken
     return PlanningInputs(
         demand=rows.demand_rows(found["demand"]),
         prices=rows.price_rows(found["prices"]),
@@ -263,7 +268,7 @@ def gate_inputs(
         context = gate_context(settings, table, now, library, limits)
         context = replace(context, previous=_pinned_previous(settings, run, table))
         outcome = check_table(contract_of(table), batch.raw, context)
-        outcome = _with_release(settings, batch.data, outcome)
+        outcome = _with_release(settings, run, batch, outcome)
         reports.append(outcome.report)
         if outcome.table is not None:
             accepted[table] = outcome.table
@@ -273,6 +278,7 @@ def gate_inputs(
     reports.append(check_tables(accepted, cross_context(settings, library), context))
     page = _keep_reports(run, reports)
     if all(report.accepted for report in reports):
+        _use_releases(settings, run, set(accepted) - set(forget))
         _accept(settings, run, accepted, forget)
     return _summary(reports, quarantined, page)
 
@@ -407,15 +413,47 @@ def cross_context(settings: Settings, library: LibraryFacts | None) -> Any:
     )
 
 
-def _with_release(settings: Settings, data: bytes, outcome: Any) -> Any:
-    """The outcome after a person's release of this very batch, if there is one that may count."""
+def _with_release(settings: Settings, run: Run, batch: _Kept, outcome: Any) -> Any:
+    """The outcome after a person's release of this very batch, if there is one that may count; kept in the run.
+
+    A release counts for one run: the first that plans on it.
+    """
+    from coral_tasks.storage.quarantine import Quarantine
+
+    if outcome.report.accepted or not outcome.report.releasable or outcome.readable is None:
+        return outcome
+    release = Quarantine(root=settings.home / "quarantine").release_of(batch.data)
+    if release is None:
+        return outcome
+    said = f"released by {release['by']} at {release['at']}: {release['reason']}"
+    if release["used_by"] not in ("", run.id):
+        note = f"{said}; run {release['used_by']} has planned on that release, and it counts once"
+        return outcome._replace(report=replace(outcome.report, notes=(*outcome.report.notes, note)))
+    kept = {name: release[name] for name in ("batch", "by", "at", "reason")}
+    run.put_json(_release_name(batch.table), kept, replace=True)
+    return outcome._replace(report=outcome.report.released(said), table=outcome.readable)
+
+
+def _is_released(settings: Settings, run_id: str, data: bytes) -> bool:
+    """Whether a person released these bytes and this run planned on them."""
     from coral_tasks.storage.quarantine import Quarantine
 
     release = Quarantine(root=settings.home / "quarantine").release_of(data)
-    if release is None or outcome.report.accepted or not outcome.report.releasable or outcome.readable is None:
-        return outcome
-    note = f"released by {release['by']} at {release['at']}: {release['reason']}"
-    return outcome._replace(report=outcome.report.released(note), table=outcome.readable)
+    return release is not None and bool(run_id) and release["used_by"] == run_id
+
+
+def _release_name(table: str) -> str:
+    return f"inputs/{table}/release.json"
+
+
+def _use_releases(settings: Settings, run: Run, tables: Collection[str]) -> None:
+    """Note that this run planned on what was released for it. Raises StorageFault if another did so before."""
+    from coral_tasks.storage.quarantine import Quarantine
+
+    quarantine = Quarantine(root=settings.home / "quarantine")
+    for table in sorted(tables):
+        if run.path(_release_name(table)).exists():
+            quarantine.use(run.get_json(_release_name(table))["batch"], str(run.id))
 
 
 def _quarantine(settings: Settings, run: Run, batch: _Kept, report: GateReport) -> str:
@@ -508,6 +546,7 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
     run = run_store(settings).find(run_id)
     accepted, config = run.path("inputs/demand/accepted.parquet"), settings.home / "forecast.json"
     if not config.exists():
+        require_newest(demand_rows(_read_parquet(accepted)))
         return accepted
     try:
         wanted = msgspec.json.decode(config.read_bytes(), type=ForecastSettings)
@@ -516,6 +555,26 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
     planned, notes = forecast_demand(demand_rows(_read_parquet(accepted)), now, wanted)
     run.put_json("inputs/demand/forecast.json", {"notes": {name: list(text) for name, text in notes.items()}})
     return run.put("inputs/demand/planned.parquet", parquet_bytes(demand_table(planned)))
+
+
+def require_newest(rows: Sequence[Demand]) -> None:
+    """Raise ValidationFailed for models and origins whose newest row is older than the newest of all.
+
+    Without a forecast one interval is planned for; who has no row in it would be planned at nothing.
+    """
+    last: dict[tuple[str, str], datetime] = {}
+    for row in rows:
+        key = (str(row.model), str(row.origin or ""))
+        last[key] = max(row.interval_start, last.get(key, row.interval_start))
+    newest = max(last.values(), default=None)
+    behind = {key: at for key, at in last.items() if at != newest}
+    if newest is None or not behind:
+        return
+    rule = f"has no row for the newest interval, {newest.isoformat()}: missing is not zero (a forecast would bridge it)"
+    raise ValidationFailed(
+        Violation(table="demand", row=" ".join(part for part in key if part), value=at.isoformat(), rule=rule)
+        for key, at in sorted(behind.items())
+    )
 
 
 def require_source(batch: SourceBatch, minimum: float) -> None:

@@ -156,7 +156,13 @@ def test_a_release_is_for_these_bytes_and_needs_a_name_and_a_reason(tmp_path: Pa
         quarantine.release(batch, by=" ", reason="", at=NOW)
     assert quarantine.release_of(b"bad") is None
     quarantine.release(batch, by="ann", reason="campaign", at=NOW)
-    assert quarantine.release_of(b"bad") == {"at": NOW.isoformat(), "by": "ann", "reason": "campaign"}
+    assert quarantine.release_of(b"bad") == {
+        "at": NOW.isoformat(),
+        "batch": batch,
+        "by": "ann",
+        "reason": "campaign",
+        "used_by": "",
+    }
     assert quarantine.release_of(b"other") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -35,11 +36,13 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(home=tmp_path, setup="core")
 
 
-def fetch_and_gate(settings: Settings, run: str, now: datetime = NOW, **facts: LibraryFacts) -> GateSummary:
+def fetch_and_gate(
+    settings: Settings, run: str, now: datetime = NOW, library: LibraryFacts | None = None
+) -> GateSummary:
     """One run's inputs."""
     for table in INPUT_TABLES:
         ingest_table(settings, run, table, now)
-    return gate_inputs(settings, run, now, **facts)
+    return gate_inputs(settings, run, now, library=library)
 
 
 def drop(settings: Settings, name: str, text: str) -> Path:
@@ -237,3 +240,59 @@ def test_aws_products_of_the_setup_are_its_configurations() -> None:
     assert {offer.configuration for offer in aws_offers("core")} == {
         f"{gpu}x{count}" for gpu in ("L4", "A10G", "L40S") for count in (1, 4, 8)
     }
+
+
+def test_a_release_counts_for_one_run_and_both_runs_say_so(settings: Settings) -> None:
+    """The run that planned on it may be gated again; the next is refused and told who used it; a new release counts."""
+    old = example_csv("prices", NOW - timedelta(days=2))
+    drop(settings, "prices.csv", old)
+    quarantine = Quarantine(root=settings.home / "quarantine")
+    batch = fetch_and_gate(settings, "r1").quarantined["prices"]
+    quarantine.release(batch, by="ann", reason="list prices hold", at=NOW)
+    assert quarantine.state(batch) == "by ann"
+    for _ in range(2):
+        fetch_and_gate(settings, "r2").require()
+    kept = run_store(settings).find("r2").get_json("inputs/prices/release.json")
+    assert (kept["by"], kept["batch"], kept["reason"]) == ("ann", batch, "list prices hold")
+    assert quarantine.state(batch) == "by ann, used by run r2"
+    assert fetch_and_gate(settings, "r3").verdicts["prices"] == "quarantined"
+    notes = run_store(settings).find("r3").get_json("gate/prices.json")["notes"]
+    assert len(notes) == 1
+    assert notes[0].endswith("list prices hold; run r2 has planned on that release, and it counts once")
+    with pytest.raises(StorageFault, match="used by run r2"):
+        quarantine.use(batch, "r3")
+    quarantine.release(batch, by="bob", reason="still", at=NOW + timedelta(minutes=5))
+    fetch_and_gate(settings, "r4").require()
+
+
+def test_a_release_is_not_used_up_by_a_run_that_stops(settings: Settings) -> None:
+    """Another table's fault stops the run, so nothing was planned on the released batch: the next run may."""
+    drop(settings, "prices.csv", example_csv("prices", NOW - timedelta(days=2)))
+    batch = fetch_and_gate(settings, "r1").quarantined["prices"]
+    Quarantine(root=settings.home / "quarantine").release(batch, by="ann", reason="x", at=NOW)
+    bad = drop(settings, "demand.csv", example_csv("demand", NOW).replace("10.0", "-1"))
+    assert not fetch_and_gate(settings, "r2").accepted
+    bad.unlink()
+    fetch_and_gate(settings, "r3").require()
+
+
+def test_a_model_whose_newest_interval_is_missing_is_not_planned_at_nothing(settings: Settings) -> None:
+    """A model a step behind the others passes the gate (a forecast may bridge it) and is never left out of a plan."""
+    lines = example_csv("demand", NOW).splitlines()
+    before = (NOW - timedelta(minutes=5)).isoformat()
+    drop(settings, "demand.csv", "\n".join([*lines[:-1], lines[-1].replace(NOW.isoformat(), before)]) + "\n")
+    fetch_and_gate(settings, "r1").require()
+    with pytest.raises(
+        ValidationFailed, match=r"demand, qwen3-32b: has no row for the newest interval.*missing is not"
+    ):
+        planning_demand(settings, "r1", NOW)
+    (settings.home / "forecast.json").write_text('{"method": "last_value"}')
+    assert planning_demand(settings, "r1", NOW + timedelta(minutes=5)).name == "planned.parquet"
+
+
+def test_a_pipe_in_the_drop_folder_is_no_input(settings: Settings) -> None:
+    """Reading it could wait for ever: it is named and refused."""
+    (settings.home / "inputs").mkdir()
+    os.mkfifo(settings.home / "inputs" / "demand.csv")
+    with pytest.raises(SourceFault, match=r"demand\.csv is no plain file"):
+        ingest_table(settings, "r1", "demand", NOW)
