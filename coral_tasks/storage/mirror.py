@@ -40,13 +40,27 @@ class Mirror:
     store: ObjectStore
     folder: Path
 
-    def pull(self, prefixes: Iterable[str]) -> Seen:
-        """Bring every object under the prefixes here, as far as it is not here yet; raises StorageFault."""
-        listed = [info for prefix in prefixes for info in self.store.list(prefix) if _is_whole(info.key)]
+    def pull(self, prefixes: Iterable[str], *, keep_newer: bool = False) -> Seen:
+        """Bring every object under the prefixes here, as far as it is not here yet; raises StorageFault.
+
+        ``keep_newer``: files here that changed after their object stay, for onlookers beside live work.
+        """
+        listed = [
+            info
+            for prefix in prefixes
+            for info in self.store.list(prefix)
+            if _is_whole(info.key) and not (keep_newer and self._is_newer(info))
+        ]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = dict(zip((info.key for info in listed), pool.map(self._fetch, listed), strict=True))
         present = {key: token for key, token in found.items() if token}
         return Seen(tokens=present, digests={key: self._digest(key) for key in self._names(prefixes)})
+
+    def _is_newer(self, info: ObjectInfo) -> bool:
+        try:
+            return (self.folder / info.key).stat().st_mtime > info.modified.timestamp()
+        except OSError:
+            return False
 
     def _fetch(self, info: ObjectInfo) -> str:
         """Token of the object as it is here now; "" if it went away meanwhile."""

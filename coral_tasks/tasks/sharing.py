@@ -111,7 +111,10 @@ def epochs(path: Path) -> Epochs:
 
 
 def pull_for_page(settings: Settings) -> int:
-    """Bring here what the page shows: state and the newest runs; number of runs. Does nothing if nothing is shared."""
+    """Bring here what the page shows: state and the newest runs; number of runs. Does nothing if nothing is shared.
+
+    Waits for nobody: on a machine that works too, files newer than the store's are left as they are.
+    """
     if not settings.shared:
         return 0
     mirror = _mirror(settings)
@@ -120,8 +123,8 @@ def pull_for_page(settings: Settings) -> int:
         run_id = info.key.split("/")[1]
         newest[run_id] = max(info.modified, newest.get(run_id, info.modified))
     runs = sorted(newest, key=lambda one: (newest[one], one), reverse=True)[:PAGE_RUNS]
-    with _alone(settings.home, AREAS):
-        mirror.pull([*(f"{area}/" for area in AREAS), *(f"runs/{run_id}/" for run_id in runs)])
+    prefixes = [*(f"{area}/" for area in AREAS), *(f"runs/{run_id}/" for run_id in runs)]
+    mirror.pull(prefixes, keep_newer=True)
     return len(runs)
 
 

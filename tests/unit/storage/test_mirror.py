@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -71,6 +72,20 @@ def test_debris_of_killed_work_gives_way_to_the_store(store, tmp_path) -> None:
     retry.push(["current/"], NOTHING)
     dead.pull(["current/"])
     assert (dead.folder / "current/plan.json").read_text(encoding="utf-8") == "of the retry"
+
+
+def test_an_onlooker_leaves_files_of_live_work_alone(store, tmp_path) -> None:
+    """What changed here after its object stays; what is missing or older comes."""
+    mirror = _mirror(store, tmp_path / "home")
+    for name in ("a", "b", "c"):
+        store.put(f"runs/r/{name}.json", b"from the store")
+    _write(mirror.folder, "runs/r/a.json", "of live work")
+    _write(mirror.folder, "runs/r/b.json", "of long ago")
+    os.utime(mirror.folder / "runs/r/a.json", (4e9, 4e9))
+    os.utime(mirror.folder / "runs/r/b.json", (1e9, 1e9))
+    mirror.pull(["runs/r/"], keep_newer=True)
+    found = {path.name: path.read_text(encoding="utf-8") for path in (mirror.folder / "runs/r").iterdir()}
+    assert found == {"a.json": "of live work", "b.json": "from the store", "c.json": "from the store"}
 
 
 def test_two_changes_of_one_file_are_not_merged_silently(store, tmp_path) -> None:
