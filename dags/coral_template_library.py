@@ -46,6 +46,49 @@ def measured(planned: Any) -> list[Any]:
     return tasks
 
 
+@task
+def plan_large(items: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Pick the sets worth spreading over workers. Skipped, with all of its group, if there is none."""
+    from coral_tasks.tasks import nightly
+
+    large = nightly.plan_large(list(items))
+    if not large:
+        raise AirflowSkipException("every set is solved by the one worker that builds it")
+    return large
+
+
+@task(
+    map_index_template="{{ item['model'] }} {{ item['phase'] }}",
+    execution_timeout=timedelta(hours=2),
+    doc_md="Solve the smaller combinations of a large set, on which those of most nodes rest.",
+)
+def keep_smaller(item: dict[str, str]) -> list[dict[str, Any]]:
+    """Solve the smaller combinations of a large set, on which those of most nodes rest."""
+    from coral_tasks.tasks import nightly
+
+    return nightly.keep_smaller(item)
+
+
+@task
+def plan_chunks(prepared: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Spread the combinations of most nodes over workers."""
+    from coral_tasks.tasks import nightly
+
+    return nightly.plan_chunks(list(prepared))
+
+
+@task(
+    map_index_template="{{ item['model'] }} {{ item['phase'] }} {{ item['first'] }}-{{ item['last'] }}",
+    execution_timeout=timedelta(hours=2),
+    doc_md="Solve one chunk of combinations and keep it for the task that builds the set.",
+)
+def keep_chunk(item: dict[str, Any]) -> None:
+    """Solve one chunk of combinations and keep it for the task that builds the set."""
+    from coral_tasks.tasks import nightly
+
+    nightly.keep_chunk(item)
+
+
 @dag(
     dag_id="coral_template_library",
     description="Profile GPU types, rebuild serving templates, publish the library",
@@ -95,9 +138,11 @@ def coral_template_library() -> None:
 
         return nightly.plan_templates(list(profiled))
 
+    # none_failed: where no set is large, the chunks before it are skipped.
     @task(
         map_index_template="{{ item['model'] }} {{ item['phase'] }}",
         execution_timeout=timedelta(hours=2),
+        trigger_rule="none_failed",
         doc_md="Find the best placement of every node combination; drop what smaller templates replace.",
     )
     def build_templates(item: dict[str, str]) -> dict[str, str]:
@@ -123,7 +168,11 @@ def coral_template_library() -> None:
     planned = plan_measurements()
     with TaskGroup("measurements", tooltip="Real vLLM on idle nodes, one pool for each GPU type"):
         measured(planned) >> profiled
-    publish(build_templates.expand(item=plan_templates(profiled)))
+    items = plan_templates(profiled)
+    built = build_templates.expand(item=items)
+    with TaskGroup("chunks", tooltip="Sets with very many combinations, solved by several workers"):
+        keep_chunk.expand(item=plan_chunks(keep_smaller.expand(item=plan_large(items)))) >> built
+    publish(built)
 
 
 coral_template_library()

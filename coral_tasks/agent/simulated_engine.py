@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -22,6 +23,33 @@ _MAX_HEAD_BYTES = 16_384
 _MAX_BODY_BYTES = 4 << 20
 _DEFAULT_TOKENS = 16
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
+
+
+_BOUNDS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+"""Upper bounds of vLLM's histograms of lengths, in tokens."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Histogram of one length of finished requests, in tokens."""
+
+    total: int = 0
+    counts: dict[float, int] = field(default_factory=lambda: dict.fromkeys((*_BOUNDS, float("inf")), 0))
+
+    def add(self, tokens: int) -> None:
+        """Count one request."""
+        self.total += tokens
+        for bound in self.counts:
+            self.counts[bound] += tokens <= bound
+
+    def lines(self, name: str, label: str) -> list[str]:
+        """Prometheus text; ``label``: labels without braces."""
+        shown = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in self.counts.items()]
+        buckets = [f'{name}_bucket{{le="{bound}",{label}}} {float(count)}' for bound, count in shown]
+        whole = self.counts[float("inf")]
+        return [f"# TYPE {name} histogram", *buckets, f"{name}_sum{{{label}}} {float(self.total)}"] + [
+            f"{name}_count{{{label}}} {float(whole)}"
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +66,8 @@ class SimulatedEngine:
     finished: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    prompt_lengths: Lengths = field(default_factory=Lengths)
+    output_lengths: Lengths = field(default_factory=Lengths)
     free_at_s: float = 0.0
     started_at_s: float = field(default_factory=time.time)
 
@@ -67,7 +97,8 @@ class SimulatedEngine:
 
     def metrics(self) -> str:
         """Prometheus text with vLLM's names."""
-        label = '{model_name="' + self.model.replace('"', "") + '"}'
+        bare = 'model_name="' + self.model.replace('"', "") + '"'
+        label = "{" + bare + "}"
         values = {
             "vllm:num_requests_running": ("gauge", self.running),
             "vllm:num_requests_waiting": ("gauge", self.waiting),
@@ -76,6 +107,8 @@ class SimulatedEngine:
             "vllm:request_success_total": ("counter", self.finished),
         }
         lines = [f"# TYPE {name} {kind}\n{name}{label} {float(value)}" for name, (kind, value) in values.items()]
+        lines += self.prompt_lengths.lines("vllm:request_prompt_tokens", bare)
+        lines += self.output_lengths.lines("vllm:request_generation_tokens", bare)
         return "\n".join(lines) + "\n"
 
 
@@ -169,6 +202,8 @@ async def _complete(engine: SimulatedEngine, request: _Request, writer: asyncio.
             writer.write(_json(200, {**_chunk(engine, text, "length", is_chat=is_chat), "usage": usage}))
             await writer.drain()
         engine.finished += 1
+        engine.prompt_lengths.add(prompt_tokens)
+        engine.output_lengths.add(num_tokens)
         engine.output_tokens += num_tokens
     finally:
         engine.running -= 1
@@ -239,7 +274,8 @@ async def _serve(engine: SimulatedEngine, host: str, port: int, start_s: float) 
     await asyncio.sleep(start_s / engine.time_scale)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _serve_connection(engine, reader, writer)
+        with contextlib.suppress(asyncio.CancelledError):  # idle connections when the engine ends are no fault
+            await _serve_connection(engine, reader, writer)
 
     server = await asyncio.start_server(connected, host, port, limit=_MAX_HEAD_BYTES)
     await stop.wait()

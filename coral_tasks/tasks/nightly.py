@@ -170,6 +170,38 @@ def plan_templates(profiled: Sequence[Sequence[Mapping[str, str]]]) -> list[dict
     return _bounded(items, "models and phases")
 
 
+def plan_large(items: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The items whose sets are large enough to be solved chunk by chunk on several workers; often none."""
+    return [dict(item) for item in items if _chunks(item)]
+
+
+@shared()
+def keep_smaller(item: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Solve what all chunks of a large set rest on; one item for each chunk of its largest combinations."""
+    table = read_profile(Path(item["profile"]))
+    library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), None)
+    return [{**item, "first": first, "last": last} for first, last in _chunks(item)]
+
+
+def plan_chunks(prepared: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """One item for each chunk of all large sets."""
+    return _bounded([dict(item) for items in prepared for item in items], "chunks of combinations")
+
+
+@shared()
+def keep_chunk(item: Mapping[str, Any]) -> None:
+    """Solve one chunk and keep it in the library's store, where ``build_templates`` finds it."""
+    table = read_profile(Path(item["profile"]))
+    chunk = (int(item["first"]), int(item["last"]))
+    library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), chunk)
+
+
+@shared()
+def _chunks(item: Mapping[str, str]) -> list[tuple[int, int]]:
+    table = read_profile(Path(item["profile"]))
+    return library.chunks_to_spread(library_address(Settings()), table, library.options_for(table.phase))
+
+
 @shared()
 def build_templates(item: Mapping[str, str]) -> dict[str, str]:
     """Build the template set of one profile table, unless the library has it; the item with its key."""

@@ -26,6 +26,7 @@ TASKS = {
         "plan_profiling",
         "profile",
         "plan_templates",
+        *(f"chunks.{name}" for name in ("plan_large", "keep_smaller", "plan_chunks", "keep_chunk")),
         "build_templates",
         "publish",
     },

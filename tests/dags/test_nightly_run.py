@@ -40,7 +40,9 @@ def test_a_night_without_measurements_publishes(airflow_home: Path) -> None:
     seen = states(airflow_home, done.run)
     measuring = {task for task in seen if task == "plan_measurements" or task.startswith("measurements.")}
     assert len(measuring) == 1 + 2 * 11
-    assert {state for task in measuring for state in seen.pop(task)} == {"skipped"}
+    chunks = {task for task in seen if task.startswith("chunks.")}  # no core set is large enough
+    assert len(chunks) == 4
+    assert {state for task in measuring | chunks for state in seen.pop(task)} == {"skipped"}
     assert set(seen) == {
         "plan_profiling",
         "profile",

@@ -15,6 +15,7 @@ from coral_tasks.storage.objects import open_store
 from coral_tasks.tasks import allocation, demo, dispatching, inputs, local_fleet, nightly
 from coral_tasks.tasks.planning import read_plan
 from coral_tasks.tasks.profiling import read_profiles
+from coral_tasks.templates import pool
 
 pytestmark = pytest.mark.integration
 
@@ -107,6 +108,23 @@ def test_the_same_inputs_give_the_same_library(built, monkeypatch) -> None:
     assert second["version"] == first["version"]
     assert second["changed"] is False
     assert second["num_reused"] == 6
+
+
+def test_sets_solved_chunk_by_chunk_are_the_same_library(built, tmp_path, monkeypatch) -> None:
+    """Where sets are too large for one chunk, several workers solve the chunks, and the version is the same."""
+    monkeypatch.setenv("CORAL_HOME", str(tmp_path))
+    monkeypatch.setattr(pool, "CHUNK_SIZE", 4000)
+    profiled = [nightly.profile(item) for item in nightly.plan_profiling("chunks", {})]
+    items = nightly.plan_templates(profiled)
+    large = nightly.plan_large(items)
+    chunks = nightly.plan_chunks([nightly.keep_smaller(item) for item in large])
+    assert len(chunks) > len(large) > 0
+    for chunk in reversed(chunks):
+        nightly.keep_chunk(chunk)
+    work = sorted((tmp_path / "library" / "work").rglob("*.npz"))
+    assert len(work) >= len(chunks)
+    assert nightly.publish([nightly.build_templates(item) for item in items])["version"] == built[1]["version"]
+    assert nightly.plan_large(items) == []
 
 
 def test_the_profiles_shown_are_those_of_the_published_library(built) -> None:

@@ -114,6 +114,8 @@ def test_nothing_is_copied_on_one_machine(tmp_path, monkeypatch) -> None:
 
 WITHOUT_STATE = {
     ("nightly", "plan_templates"),  # reads and writes no file
+    ("nightly", "plan_chunks"),  # as plan_templates
+    ("nightly", "plan_large"),  # asks a function that shares for each item
     ("nightly", "publish"),  # the library, which has its own store
     ("nightly", "measurements_by_gpu_type"),  # only sorts what plan_measurements, which shares, found
 }
