@@ -60,7 +60,6 @@ def agent(
     """Run a node agent until TERM."""
     from coral_tasks.agent.config import agent_config, read_agent_config
 
-    observing.configure_logs(Settings())
     given: dict[str, Any] = {
         "name": name or node,
         "bind": bind,
@@ -75,6 +74,7 @@ def agent(
         given["nodes"] = [{"id": node, "region": region, "configuration": configuration, "market": market}]
     overrides = {key: value for key, value in given.items() if value is not None}
     made = read_agent_config(config, overrides=overrides) if config else agent_config(overrides, source="arguments")
+    observing.configure_logs(Settings())
     dispatching.run_agent(made)
 
 

@@ -42,8 +42,13 @@ def configure_logs(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def task(settings: Settings, name: str, run_id: str | None) -> Iterator[None]:
-    """Log a task's begin and end with its ids; keep how long its work took in the run, unless that is sealed."""
-    configure_logs(settings)
+    """Log a task's begin and end with its ids; keep how long its work took in the run, unless that is sealed.
+
+    Lines go where the caller sends them (Airflow: the task's log); as JSON they go to standard error, which Airflow
+    puts into the task's log line by line.
+    """
+    if settings.log_format == "json":
+        configure_logs(settings)
     with logs.context(task=name, run=run_id):
         begun = time.monotonic()
         _LOG.info("begins")

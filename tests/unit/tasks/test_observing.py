@@ -158,7 +158,24 @@ def _bad_work(run_id: str) -> None:
     raise StorageFault(f"no room for {run_id}")
 
 
-def test_a_tasks_lines_carry_its_run_and_its_time_is_kept(home, monkeypatch, capsys) -> None:
+@pytest.fixture
+def loggers():
+    """The project's loggers, left as they were."""
+    names = observing.logs.LOGGERS
+    before = {name: (logging.getLogger(name).handlers[:], logging.getLogger(name).propagate) for name in names}
+    yield
+    for name, (handlers, propagate) in before.items():
+        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
+
+
+def test_as_text_lines_go_where_the_caller_sends_them(home, caplog) -> None:
+    """Airflow, a test or a notebook decides; nothing is taken over."""
+    with caplog.at_level(logging.INFO, logger="coral"):
+        _work(_newest_run(home).name)
+    assert [record.message.split()[0] for record in caplog.records] == ["begins", "inside", "done"]
+
+
+def test_a_tasks_lines_carry_its_run_and_its_time_is_kept(home, monkeypatch, capsys, loggers) -> None:
     """With CORAL_LOG_FORMAT=json every line of a task is JSON with its run; the time stands in the run's folder."""
     monkeypatch.setenv("CORAL_LOG_FORMAT", "json")
     run = _new_run(home, "scheduled__2026-11-30T00:00:00+00:00")
