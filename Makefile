@@ -8,7 +8,7 @@ export GX_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: run serve test test-engine test-distributed lint bench clean lock
+.PHONY: run serve test test-engine test-distributed test-browser lint bench clean lock
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,10 @@ test: .venv/.complete ## fast tests: all that needs no extra server
 
 test-distributed: .venv/.complete ## the scale-out stack on this machine: Postgres, Redis, S3, two workers, one of them killed
 	@$(PY) -m pytest -m distributed -s
+
+test-browser: .venv/.complete ## the page and an approval in Airflow's UI, in Debian's Chromium against coral serve
+	@command -v chromium > /dev/null || { echo "test-browser: needs Chromium; on Debian: apt-get install chromium" >&2; exit 1; }
+	@$(PY) -m pytest -m browser tests/browser
 
 test-engine: .venv/.complete .venv-vllm/.complete ## real vLLM on the CPU, in an environment of its own
 	@$(PY) -m pytest -m engine
