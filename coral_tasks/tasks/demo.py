@@ -99,6 +99,9 @@ def run_demo(settings: Settings, *, as_of: datetime | None = None) -> DemoSummar
     run works in the same home; CoralFault, or RunRefused for an expected "no", if a DAG run did not succeed.
     """
     _agents(settings)  # a wrong setup is said before anything is written
+    if settings.mode == "approve":
+        # The run would wait for ever: nobody can answer where no Airflow UI runs.
+        raise RunRefused("mode approve asks a person in Airflow's UI: use coral serve, or CORAL_MODE=auto here")
     require_writable(settings.home)
     with local_airflow.exclusive(settings.home):
         return _run_demo(settings, as_of)
