@@ -20,6 +20,9 @@ help:
 .venv-vllm/.complete: docker/requirements-vllm.lock .ci/bootstrap.py
 	@python3 .ci/bootstrap.py .venv-vllm docker/requirements-vllm.lock 3.11
 
+.venv-gateway/.complete: docker/requirements-gateway.lock .ci/bootstrap.py
+	@python3 .ci/bootstrap.py .venv-gateway docker/requirements-gateway.lock 3.12 3.13
+
 run: .venv/.complete ## both DAGs to their end on this machine, with local node agents; prints the plan
 	@.venv/bin/coral demo
 
@@ -36,7 +39,7 @@ test-browser: .venv/.complete ## the page and an approval in Airflow's UI, in De
 	@command -v chromium > /dev/null || { echo "test-browser: needs Chromium; on Debian: apt-get install chromium" >&2; exit 1; }
 	@$(PY) -m pytest -m browser tests/browser
 
-test-engine: .venv/.complete .venv-vllm/.complete ## real vLLM on the CPU, in an environment of its own
+test-engine: .venv/.complete .venv-vllm/.complete .venv-gateway/.complete ## real vLLM on the CPU and LiteLLM, each in an environment of its own
 	@$(PY) -m pytest -m engine
 
 lint: .venv/.complete ## ruff and mypy
@@ -51,4 +54,4 @@ lock: .venv/.complete ## renew docker/requirements.lock from pyproject.toml (nam
 	  pyproject.toml -o docker/requirements.lock
 
 clean: ## everything made by the targets above, the data folder included
-	@rm -rf .venv .venv-uv .venv-vllm .coral .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-uv .venv-vllm .venv-gateway .coral .mypy_cache .ruff_cache .pytest_cache .hypothesis
