@@ -47,9 +47,8 @@ class Lengths:
         shown = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in self.counts.items()]
         buckets = [f'{name}_bucket{{le="{bound}",{label}}} {float(count)}' for bound, count in shown]
         whole = self.counts[float("inf")]
-        return [f"# TYPE {name} histogram", *buckets, f"{name}_sum{{{label}}} {float(self.total)}"] + [
-            f"{name}_count{{{label}}} {float(whole)}"
-        ]
+        ends = [f"{name}_sum{{{label}}} {float(self.total)}", f"{name}_count{{{label}}} {float(whole)}"]
+        return [f"# TYPE {name} histogram", *buckets, *ends]
 
 
 @dataclass(slots=True, kw_only=True)

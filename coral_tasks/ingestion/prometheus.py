@@ -2,7 +2,8 @@
 
 Owns the queries and what counts as an answer. Arrivals of an interval = finished requests + growth of the requests
 running and waiting, counted on decode and aggregated instances only (a disaggregated request passes a prefill
-instance too). Series of instances that the passed-in listing does not hold are left out and noted. An instance of the
+instance too). An instance that ran in the interval and has gone since (``past``) counts with what it served, and is not
+asked to be there. Series of instances that neither listing holds are left out and noted. An instance of the
 listing whose series are absent or old makes the answer incomplete: below ``min_completeness`` it is a fault, never a
 zero. Lengths of an interval without requests are the model's ``shapes`` entry, and noted.
 """
@@ -65,9 +66,10 @@ class _Tally:
 class PrometheusSource:
     """Demand of the last ``num_intervals`` whole intervals.
 
-    ``targets``: the engines that run (from agents). ``model_names``: vLLM's ``model_name`` label → model id; a name
-    that is not there goes through as it is, for the gate to refuse. ``shapes``: lengths for intervals without
-    requests.
+    ``targets``: the engines that run (from agents). ``past``: engines that ran lately: without them demand would seem
+    to fall by what each stopped engine served, and the plan with it. ``model_names``: vLLM's ``model_name`` label →
+    model id; a name that is not there goes through as it is, for the gate to refuse. ``shapes``: lengths for intervals
+    without requests.
     """
 
     address: str
@@ -78,6 +80,7 @@ class PrometheusSource:
     num_intervals: int = 1
     max_sample_age_s: float = 120.0
     min_completeness: float = 0.9
+    past: tuple[MetricsTarget, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
     token: str = field(default="", repr=False)
 
@@ -85,9 +88,13 @@ class PrometheusSource:
         """Query and count. Raises SourceFault (no whole answer, or too few instances answered)."""
         last_end = now.timestamp() // self.interval_s * self.interval_s
         counted = {one.instance: one for one in self.targets if one.phase is not Phase.PREFILL}
+        current = {one.instance for one in self.targets}
+        gone = {
+            one.instance: one for one in self.past if one.phase is not Phase.PREFILL and one.instance not in current
+        }
         fresh, foreign = self._fresh(now, set(counted))
         self._require_complete(fresh, counted)
-        tallies = self._count(last_end, counted)
+        tallies = self._count(last_end, gone | counted)
         notes = (
             [f"left out: {len(foreign)} instances that no longer run ({', '.join(sorted(foreign)[:5])})"]
             if foreign
@@ -109,14 +116,14 @@ class PrometheusSource:
     def _fresh(self, now: datetime, expected: set[str]) -> tuple[set[str], set[str]]:
         """Expected instances whose newest sample is recent, and instances that are not expected."""
         found = self._query(f"timestamp({RUNNING})", now.timestamp())
-        prefill = {one.instance for one in self.targets} - expected
+        known = {one.instance for one in (*self.targets, *self.past)} - expected
         fresh, foreign = set(), set()
         for series in found:
             instance = series["metric"].get("instance", "")
             age = now.timestamp() - _number(series["value"][1])
             if instance in expected and age <= self.max_sample_age_s:
                 fresh.add(instance)
-            elif instance not in expected | prefill:
+            elif instance not in expected | known:
                 foreign.add(instance)
         return fresh, foreign
 

@@ -14,8 +14,9 @@ AWS are boto3's own matter; a token for Prometheus lies in a file of its own (``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -77,6 +78,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     instance: str
     model: str
     phase: Literal["prefill", "decode", "aggregated"]
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine, and when the agents last said that it runs."""
+
+    target: Target
+    at: Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class Prometheus(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="prometheus"):
@@ -247,13 +255,44 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
 
 
 def _of_running(settings: Settings, source: PrometheusSource) -> Source:
-    """``source`` asked for the engines that agents say run at that moment."""
+    """``source`` asked for the engines that agents say run at that moment, and for those they said a window ago."""
 
     def fetch(now: datetime) -> SourceBatch:
-        seen = _observe_all(settings)
-        return replace(source, targets=metrics_targets(seen))(now)
+        current = metrics_targets(_observe_all(settings))
+        window = timedelta(seconds=(source.num_intervals + 1) * source.interval_s)
+        past = _remembered(settings.home / "cache" / "metrics_targets.json", current, now, window)
+        return replace(source, targets=current, past=past)(now)
 
     return fetch
+
+
+def _remembered(
+    path: Path, current: Sequence[MetricsTarget], now: datetime, window: timedelta
+) -> tuple[MetricsTarget, ...]:
+    """Engines that were seen within ``window`` before ``now``; ``current`` is added for the next time.
+
+    A memory that cannot be read counts as none. Raises StorageFault if it cannot be written.
+    """
+    from coral_tasks.domain.names import ModelId, Phase
+    from coral_tasks.ingestion.prometheus import MetricsTarget
+    from coral_tasks.storage.runs import write_whole
+
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=list[_Seen])
+    except (OSError, msgspec.DecodeError):
+        kept = []
+    recent = {one.target: one for one in kept if now - window <= one.at <= now}
+    named = [Target(instance=one.instance, model=one.model, phase=one.phase.value) for one in current]
+    updated = recent | {target: _Seen(target=target, at=now) for target in named}
+    ordered = sorted(updated.values(), key=lambda one: (one.target.instance, one.target.model, one.target.phase))
+    try:
+        write_whole(path, msgspec.json.encode(ordered))
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise StorageFault(message) from error
+    return tuple(
+        MetricsTarget(instance=one.instance, model=ModelId(one.model), phase=Phase(one.phase)) for one in recent
+    )
 
 
 def _observe_all(settings: Settings) -> Observation:

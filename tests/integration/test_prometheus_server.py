@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
+import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from prometheus_bench import running_prometheus
 
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.domain.models import RequestShape
@@ -30,23 +29,6 @@ pytestmark = pytest.mark.integration
 RATE = 4.0
 PROMPT, OUTPUT = 150.0, 30.0
 SHAPE = RequestShape(mean_prompt_tokens=1, p95_prompt_tokens=1, mean_output_tokens=1, p95_output_tokens=1)
-
-
-def prometheus_binary(folder: Path) -> Path:
-    """The server's program: installed, or unpacked from Debian's package; skips where there is neither."""
-    found = shutil.which("prometheus")
-    if found:
-        return Path(found)
-    if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        pytest.skip("no Prometheus here, and no Debian package tools to fetch it with")
-    fetched = subprocess.run(
-        ["apt-get", "download", "prometheus"], cwd=folder, capture_output=True, timeout=60, check=False
-    )
-    packages = list(folder.glob("prometheus_*.deb"))
-    if fetched.returncode or not packages:
-        pytest.skip(f"Debian's Prometheus package cannot be fetched: {fetched.stderr.decode()[-200:]}")
-    subprocess.run(["dpkg", "-x", str(packages[0]), str(folder)], check=True, timeout=60)
-    return folder / "usr/bin/prometheus"
 
 
 class Exporter(BaseHTTPRequestHandler):
@@ -76,13 +58,6 @@ class Exporter(BaseHTTPRequestHandler):
         pass
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def exporters() -> Iterator[list[str]]:
     """Addresses of three engines."""
@@ -99,40 +74,10 @@ def exporters() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def server(exporters: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running Prometheus that has scraped the engines for a while."""
-    folder = tmp_path_factory.mktemp("prometheus")
-    program = prometheus_binary(folder)
-    targets = ", ".join(f"'{name}'" for name in exporters)
-    config = folder / "prometheus.yml"
-    config.write_text(
-        "global: {scrape_interval: 1s}\n"
-        f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: [{targets}]}}]}}]\n"
-    )
-    port = free_port()
-    command = [str(program), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        wait_ready(address, process)
+    with running_prometheus(tmp_path_factory.mktemp("prometheus"), exporters) as address:
         # two whole five-second intervals with samples throughout
         time.sleep(16)
         yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-
-
-def wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the server answers; fails after half a minute."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        assert process.poll() is None, "Prometheus ended"
-        try:
-            with urllib.request.urlopen(f"{address}/-/ready", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    pytest.fail("Prometheus was not ready in 30 s")
 
 
 def source(address: str, targets: tuple[MetricsTarget, ...]) -> PrometheusSource:

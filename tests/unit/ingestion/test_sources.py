@@ -373,3 +373,15 @@ def test_a_cache_asks_no_more_than_it_must_and_keeps_the_true_age(tmp_path: Path
     (tmp_path / "prices.json").write_text("{")
     with pytest.raises(SourceFault, match="down"):
         cached(later)
+
+
+def test_what_a_stopped_engine_served_in_the_interval_still_counts(serve: Any) -> None:
+    """Demand does not fall because an engine was stopped; one that was never ours is left out and noted."""
+    past = (MetricsTarget(instance="gone:1", model=ModelId("m"), phase=Phase.DECODE),)
+    address = serve(prometheus(increase="600"))
+    batch = demand_from(address, past=past)
+    assert rows_of(batch)[0].requests_per_s == pytest.approx(2 * 600 / 300)
+    assert not any("no longer run" in note for note in batch.notes)
+    assert (batch.expected, batch.received) == (1, 1)
+    reused = (MetricsTarget(instance="a:1", model=ModelId("old"), phase=Phase.DECODE),)
+    assert rows_of(demand_from(address, past=reused))[0].requests_per_s == pytest.approx(2.0)

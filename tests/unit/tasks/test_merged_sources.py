@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from coral_tasks.domain.names import (
 )
 from coral_tasks.ingestion.agents import InventorySource, merged_batch
 from coral_tasks.ingestion.batch import SourceBatch
+from coral_tasks.ingestion.prometheus import PrometheusSource
 from coral_tasks.ingestion.rows import availability_rows
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import dispatching
@@ -135,7 +136,7 @@ def test_demand_is_unknown_when_agents_are_silent_or_nothing_runs(
         found[0](NOW)
 
 
-def _empty(*_: object) -> dict[str, object]:
+def _empty(*_: object, **__: object) -> dict[str, object]:
     return {"status": "success", "data": {"resultType": "vector", "result": []}}
 
 
@@ -156,3 +157,30 @@ def contract_csv(count: int, at: datetime) -> bytes:
     """One pool of the default setup."""
     header = "region,configuration,market,available_nodes,observed_at,source\n"
     return f"{header}aws/us-east-2,L4x1,on_demand,{count},{at.isoformat()},test\n".encode()
+
+
+def test_engines_of_the_last_window_are_remembered_and_then_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that stopped two minutes ago is asked about, one of an hour ago is not, a broken memory is none."""
+    (tmp_path / "agents.toml").write_text("")
+    named = {"demand": {"kind": "prometheus", "address": "http://127.0.0.1:9"}}
+    (tmp_path / "sources.json").write_text(json.dumps(named))
+    asked: list[tuple[list[str], list[str]]] = []
+
+    def call(self: PrometheusSource, _: datetime) -> SourceBatch:
+        asked.append(([one.instance for one in self.targets], [one.instance for one in self.past]))
+        return stated("x", A=1)
+
+    monkeypatch.setattr(PrometheusSource, "__call__", call)
+    found = configured_source(Settings(home=tmp_path), "demand")
+    assert found is not None
+    both = observed(*(instance(name, Phase.DECODE, InstanceState.READY) for name in "ab"))
+    one = observed(instance("a", Phase.DECODE, InstanceState.READY))
+    for seen, minutes in ((both, 0), (one, 2), (one, 62)):
+        monkeypatch.setattr(dispatching, "observe", lambda *_, seen=seen, **__: seen)
+        found[0](NOW + timedelta(minutes=minutes))
+    assert asked == [(["a:8000", "b:8000"], []), (["a:8000"], ["a:8000", "b:8000"]), (["a:8000"], [])]
+    (tmp_path / "cache" / "metrics_targets.json").write_text("{")
+    found[0](NOW + timedelta(minutes=63))
+    assert asked[-1] == (["a:8000"], [])
