@@ -14,9 +14,14 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _OTHER_NAMES: Final = frozenset(
-    {"CORAL_AGENT_STATE", "CORAL_LAUNCH", "CORAL_REGENERATE_GOLDEN", "CORAL_SCREENSHOTS"},
+    f"CORAL_{name}"
+    for name in (
+        *("AGENT_STATE", "LAUNCH"),
+        *("METRICS_PORT", "POSTGRES", "REDIS", "SECRETS"),
+        *("REGENERATE_GOLDEN", "SCREENSHOTS"),
+    )
 )
-"""Variables of the same prefix that are no settings: marks on engine processes, and switches of the tests."""
+"""Variables of the same prefix that are no settings: marks on engine processes, of ``docker/``, of the tests."""
 
 
 class Settings(BaseSettings):
