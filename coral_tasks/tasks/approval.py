@@ -157,7 +157,7 @@ def _drifted_inputs(
     try:
         now = fetch()
     except ValidationFailed as error:
-        return [f"newer inputs do not pass their checks: {error}"]
+        return [f"newer inputs do not pass their checks: {_some([str(one) for one in error.violations])}"]
     then, limit = inputs.load_inputs(settings, run.id), settings.approval_drift
     used = _used_nodes(plan)
     old, new = changes.prices_by_pool(then.prices), changes.prices_by_pool(now.prices)

@@ -54,6 +54,14 @@ def test_a_night_without_measurements_publishes(airflow_home: Path) -> None:
     assert json.loads((airflow_home / "library" / "CURRENT.json").read_text(encoding="utf-8"))
 
 
+def test_every_xcom_of_the_night_is_small(airflow_home: Path) -> None:
+    """Paths and ids travel between the nightly tasks, never tables."""
+    with sqlite3.connect(airflow_home / "airflow" / "airflow.db") as database:
+        found = database.execute("SELECT task_id, LENGTH(value) FROM xcom WHERE dag_id = ?", (DAG,)).fetchall()
+    assert found
+    assert max(size for _, size in found) < 10_000, sorted(found, key=lambda one: -one[1])[:3]
+
+
 def test_a_corrupt_measurement_stops_the_night_before_it_publishes(airflow_home: Path) -> None:
     """A damaged file is a failed run that names it, never a green one, and the library in force stays."""
     before = (airflow_home / "library" / "CURRENT.json").read_bytes()
