@@ -66,8 +66,6 @@ def _rule(kind: str, found: Sequence[Path]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    from coral_tasks.storage.runs import write_whole
+
+    write_whole(path, text.encode())

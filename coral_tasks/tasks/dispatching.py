@@ -34,11 +34,10 @@ def write_plan(path: Path, plan: AllocationPlan) -> None:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    from coral_tasks.storage.runs import write_whole
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        write_whole(path, data)
     except OSError as error:
         raise StorageFault(f"cannot write {path}: {error}") from error
 

@@ -103,30 +103,29 @@ def problem_of(request: PlanRequest) -> AllocationProblem:
 
 
 def _table(name: str, path: str) -> Any:
-    """A CSV or Parquet file in the columns of its contract; raises ValidationFailed with every flaw."""
-    from data_contracts.coerce import coerce
-    from data_contracts.files import read_file
-    from data_contracts.registry import contract_of
+    """A CSV or Parquet file in the columns of its contract; raises ValidationFailed with every broken rule.
 
-    raw = read_file(Path(path))
-    if raw.table is None:
-        raise ValidationFailed(
-            Violation(table=name, row=str(flaw.row or ""), value=flaw.value, rule=flaw.text) for flaw in raw.flaws
-        )
-    coerced = coerce(contract_of(name), raw.table)
-    found = [
-        Violation(table=name, row=f"row {flaw.row + 1}" if flaw.row >= 0 else "", value=flaw.value, rule=flaw.text)
-        for flaw in coerced.flaws
-        if not flaw.warning
-    ]
-    if found or coerced.table is None:
-        raise ValidationFailed(found)
-    return coerced.table
+    Judged by the rules that hold at any clock: a person who plans on a file may plan on an old one.
+    """
+    from coral_tasks.tasks.inputs import utc_now, violations_of
+    from data_contracts.contract import GateContext
+    from data_contracts.files import read_file
+    from data_contracts.gate import check_table
+    from data_contracts.registry import contract_of
+    from data_contracts.rules import timeless_rules
+
+    contract, context = contract_of(name), GateContext(now=utc_now())
+    outcome = check_table(contract, read_file(Path(path)), context, rules=timeless_rules(contract), direct=True)
+    if outcome.table is None:
+        raise ValidationFailed(violations_of(outcome.report))
+    return outcome.table
 
 
 def _one_interval(demand: Sequence[Any], at: str | None) -> list[Any]:
     """Rows of one interval: the one asked for, else the only or the last one."""
     from datetime import datetime
+
+    from coral_tasks.tasks.inputs import require_whole
 
     starts = sorted({row.interval_start for row in demand})
     if not starts:
@@ -137,6 +136,7 @@ def _one_interval(demand: Sequence[Any], at: str | None) -> list[Any]:
         raise ValidationFailed(
             [Violation(table="demand", row="", value=str(at), rule=f"no rows for that interval; there are {shown}, …")]
         )
+    require_whole(demand, wanted)
     return [row for row in demand if row.interval_start == wanted]
 
 
@@ -181,10 +181,10 @@ def write_result(folder: Path, request: PlanRequest, plan: AllocationPlan) -> Pa
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    from coral_tasks.storage.runs import write_whole
+
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        write_whole(path, data)
     except OSError as error:
         raise StorageFault(f"{path}: {error.strerror or error}") from error
 

@@ -122,20 +122,17 @@ def write_profiles(
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
-    temporary.replace(path)
+    from coral_tasks.storage.runs import write_whole
+
+    write_whole(path, json.dumps(value, indent=1, sort_keys=True).encode())
 
 
 def write_table(path: Path, table: ProfileTable) -> None:
-    """One profile table as a file of the contract ``profile_cells``; beside ``path`` first, then renamed."""
+    """One profile table as a file of the contract ``profile_cells``."""
     from coral_tasks.storage.profile_files import profile_to_parquet
+    from coral_tasks.storage.runs import write_whole
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(profile_to_parquet(table))
-    temporary.replace(path)
+    write_whole(path, profile_to_parquet(table))
 
 
 def read_table(path: Path) -> ProfileTable:
