@@ -437,18 +437,22 @@ class ModelValue:
             left = max(0, left - part)
         return model_plan(self.core, self.m, counts)
 
-    def completions(self) -> list[tuple[tuple[int, int], FloatArray]]:
-        """For each group of columns (first, last): the least cost of all the rest once one of them is used."""
-        G = self.grid.size
-        prefix: FloatArray = np.full(G + 1, np.inf)
+    def others(self) -> list[FloatArray]:
+        """For each place: least cost of covering the demand elsewhere once q units are covered there, by q, [G+1]."""
+        prefix: FloatArray = np.full(self.grid.size + 1, np.inf)
         prefix[0] = 0.0
         found = []
         for k, place in enumerate(self.places):
-            # others[q]: the rest covers G - q units
-            others: FloatArray = _min_plus(prefix, self.suffix[k + 1])[::-1].copy()
+            found.append(_min_plus(prefix, self.suffix[k + 1])[::-1].copy())
+            prefix = _min_plus(prefix, place.value)
+        return found
+
+    def completions(self) -> list[tuple[tuple[int, int], FloatArray]]:
+        """For each group of columns (first, last): the least cost of all the rest once one of them is used."""
+        found = []
+        for place, others in zip(self.places, self.others(), strict=True):
             groups = [self.core.group(self.m, place.place, phase) for phase in range(3)]
             found += list(zip(groups, place.completions(others, self.grid.units, groups), strict=True))
-            prefix = _min_plus(prefix, place.value)
         return found
 
 

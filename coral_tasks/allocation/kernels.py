@@ -227,3 +227,64 @@ def beside(value: Any, others: Any, out: Any) -> None:
         rest = low + others[G]
         for u in range(G + 1 - i, G + 1):
             out[u] = min(out[u], rest)
+
+
+@_jit
+def _fitting(template: int, zone: int, node_rows: Any, nodes: Any) -> int:
+    """Instances of a template that the nodes left in a zone allow."""
+    start, index, number = node_rows
+    most = np.iinfo(np.int64).max
+    for k in range(start[template], start[template + 1]):
+        most = min(most, nodes[zone, index[k]] // number[k])
+    return most
+
+
+@_jit
+def _within_sides(j: int, most: int, weights: Any, left: Any) -> int:
+    """Instances of column j, at most ``most``, that the side rows allow."""
+    for s in range(weights.shape[0]):
+        if weights[s, j] > 0:
+            most = min(most, int(np.floor(left[s] / weights[s, j] + 1e-9)))
+    return most
+
+
+@_jit
+def fill(columns: Any, node_rows: Any, need: float, nodes: Any, sides: Any) -> Any:
+    """Take columns until their rates reach ``need``: always the one cheapest for what is lacking that still fits.
+
+    ``columns``: (cost, rate, upper, template, zone), [n] each; ``node_rows``: (start, index, count) of the templates'
+    nodes; ``nodes`` [Z, C] and ``sides``: (weights [S, n], left [S]), both reduced in place by what is used. Returns
+    columns, counts and the rate carried. Ties go to the larger instance, then to the earlier column.
+    """
+    cost, rate, upper, template, zone = columns
+    weights, left = sides
+    room = upper.copy()
+    picked, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    carried = 0.0
+    while carried < need:
+        lacking = need - carried
+        best, low, large = -1, INFINITY, 0.0
+        for j in range(len(cost)):
+            useful = min(rate[j], lacking)
+            unit = cost[j] / useful
+            if room[j] > 0 and (unit < low or (unit == low and useful > large)):
+                fits = min(room[j], _fitting(template[j], zone[j], node_rows, nodes))
+                if _within_sides(j, fits, weights, left) > 0:
+                    best, low, large = j, unit, useful
+                else:
+                    # what does not fit now will not fit later
+                    room[j] = 0
+        if best < 0:
+            break
+        wanted = max(1, int(lacking / rate[best]))
+        fits = min(room[best], _fitting(template[best], zone[best], node_rows, nodes))
+        number = min(wanted, _within_sides(best, fits, weights, left))
+        start, index, each = node_rows
+        for k in range(start[template[best]], start[template[best] + 1]):
+            nodes[zone[best], index[k]] -= each[k] * number
+        for s in range(weights.shape[0]):
+            left[s] -= weights[s, best] * number
+        room[best] -= number
+        carried += number * rate[best]
+        picked, counts = np.append(picked, best), np.append(counts, number)
+    return picked, counts, carried

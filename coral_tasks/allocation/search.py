@@ -30,6 +30,8 @@ from coral_tasks.allocation.decompose import (
     evaluate,
     no_duals,
 )
+from coral_tasks.allocation.greedy import greedy_plans
+from coral_tasks.allocation.labels import Enumeration, Resource, TooManyLabels, whole_resource
 from coral_tasks.allocation.master import Master
 from coral_tasks.allocation.problem import SERVED_TOLERANCE, AllocationProblem
 from coral_tasks.allocation.program import Cut, Goal, GoalKind, Program, Settled, build_program
@@ -60,6 +62,8 @@ POLISH: Final = ((150, 300), (400, 1500), (1000, 1500))
 """Columns of the programs that look for better plans, each with the number that must be alive to make it worth it."""
 FINAL_COLUMNS: Final = 4000
 """Most columns handed to the final program."""
+TARGETS: Final = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
+"""Shares of the gap up to which every way is looked at in turn: each one that is empty raises the bound."""
 TIE_COLUMNS: Final = 300
 TIE_NODES: Final = 200
 TIE_TOLERANCE: Final = 1e-9
@@ -151,16 +155,20 @@ class Search:
 
     def _fits(self, values: NDArray[np.int64]) -> bool:
         rows = np.flatnonzero(values)
-        used = np.zeros(self.problem.available_nodes.shape, dtype=np.int64)
-        nodes = self.problem.templates.nodes[self.columns.template[rows]].astype(np.int64) * values[rows, None]
-        np.add.at(used, self.columns.zone[rows], nodes)
-        if (used > self.problem.available_nodes).any() or (values > self.columns.upper).any():
+        if (self._nodes_used(values) > self.problem.available_nodes).any() or (values > self.columns.upper).any():
             return False
         sides = (
             (row.weights[rows] * values[rows]).sum() <= row.upper + 1e-9 * max(1.0, row.upper)
             for row in self.core.sides
         )
         return all(bool(fits) for fits in sides)
+
+    def _nodes_used(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows = np.flatnonzero(values)
+        used = np.zeros(self.problem.available_nodes.shape, dtype=np.int64)
+        nodes = self.problem.templates.nodes[self.columns.template[rows]].astype(np.int64) * values[rows, None]
+        np.add.at(used, self.columns.zone[rows], nodes)
+        return used
 
     def time_left(self) -> float:
         """Seconds until the deadline."""
@@ -199,7 +207,9 @@ class Search:
         """All steps until the gap or the deadline is reached."""
         wanted = self.problem.required_requests_per_s.any() or self.minimum.any()
         if wanted and len(self.columns):
-            self.generate()
+            self.start_greedily()
+            if not self.done():
+                self.generate()
             if not self.done():
                 self.refine()
         else:
@@ -207,6 +217,12 @@ class Search:
             self.state.bound = self.state.objective
         self.prefer_running()
         return self.state
+
+    def start_greedily(self) -> None:
+        """A first plan, whatever the size and the time limit."""
+        for values in greedy_plans(self.core):
+            self.offer(values)
+        self.state.note("greedy plan")
 
     def generate(self) -> None:
         """Column generation: price the supply, collect plans, choose the best combination."""
@@ -320,8 +336,8 @@ class Search:
 
     def refine(self, level: int = 0) -> None:
         """A better bound on a finer grid; then the columns that it leaves, on a finer grid still or in a program."""
-        bounds = self._refined_bounds(FINE_GRIDS[level], rounds=FINE_ROUNDS[level])
-        if self.done():
+        bounds, evaluation = self._refined_bounds(FINE_GRIDS[level], rounds=FINE_ROUNDS[level])
+        if self.done() or self.enumerate(bounds, evaluation):
             return
         if self._can_refine(level + 1):
             self._narrow(bounds, level + 1)
@@ -344,7 +360,7 @@ class Search:
         states = max((one.num_states for one in self.tracked.values()), default=1)
         return level < len(FINE_GRIDS) and FINE_GRIDS[level] * states <= MAX_FINE_WORK
 
-    def _refined_bounds(self, size: int, *, rounds: int) -> NDArray[np.float64]:
+    def _refined_bounds(self, size: int, *, rounds: int) -> tuple[NDArray[np.float64], Evaluation]:
         """Column generation on a grid of ``size``; then what any solution with each column costs at least, [N]."""
         up, down = (build_grid(self.core, size, rounds_up=rounds_up) for rounds_up in (True, False))
         duals = best = self._best_duals()
@@ -365,7 +381,93 @@ class Search:
         bounds = column_bounds(self.core, found[0])
         alive = int((bounds <= self._threshold()).sum())
         self.state.note(f"grid of {size}: {alive} of {len(bounds)} columns can improve the plan")
-        return bounds
+        return bounds, found[0]
+
+    # -- enumeration ---------------------------------------------------------------------------------------------
+
+    def enumerate(self, bounds: NDArray[np.float64], evaluation: Evaluation) -> bool:
+        """Raise the bound step by step to the plan by looking at every combination below it; True once that is done.
+
+        ``bounds``: least cost of any solution with each column, by ``evaluation``.
+        """
+        resources = self._resources(evaluation)
+        if resources is None or self.minimum.any() or not math.isfinite(self.state.objective):
+            return False
+        for share in TARGETS:
+            top = self._threshold()
+            target = evaluation.bound + share * (top - evaluation.bound)
+            if target <= self.state.bound and share < 1:
+                continue
+            try:
+                found = self._best_below(resources, bounds, evaluation, target)
+            except TooManyLabels:
+                self.state.note(f"too many ways up to {target:.6g}")
+                return False
+            if self._settled(found, target):
+                return True
+            self.state.note(f"no plan up to {target:.6g}")
+            if self.done():
+                return True
+        return True
+
+    def _settled(self, found: tuple[float, NDArray[np.int64]] | None, target: float) -> bool:
+        """Take what was found below a target: an optimal plan if there is one, else the target is proved."""
+        optimal = found is not None and found[0] <= target
+        if found is not None:
+            self.offer(found[1])
+        proved = found[0] if found is not None and optimal else target
+        self.state.bound = max(self.state.bound, min(proved, self.state.objective, self.ceiling))
+        return optimal
+
+    def _best_below(
+        self, resources: list[Resource], bounds: NDArray[np.float64], evaluation: Evaluation, target: float
+    ) -> tuple[float, NDArray[np.int64]] | None:
+        """The best plan of cost up to the target; resources that it would exceed are added to the list."""
+        while True:
+            run = Enumeration(
+                core=self.core, evaluation=evaluation, resources=resources, alive=bounds <= target, target=target
+            )
+            best = run.best()
+            if best is None:
+                return None
+            values = np.zeros(len(self.columns), dtype=np.int64)
+            for j, n in best[1].items():
+                values[j] = n
+            if self._fits(values):
+                return best[0], values
+            self._add_exceeded(resources, values)
+
+    def _resources(self, evaluation: Evaluation) -> list[Resource] | None:
+        """Everything that has a price or is tracked; None where a limit of broken numbers has one."""
+        duals = evaluation.duals
+        pools = {(int(z), int(c)) for z, c in np.argwhere(duals.nodes > 0)}
+        pools |= {pool[:2] for one in self.tracked.values() for pool in one.pools}
+        found: list[Resource] = [self._pool_resource(z, c, float(duals.nodes[z, c])) for z, c in sorted(pools)]
+        for k in np.flatnonzero(duals.sides > 0):
+            row = self.core.sides[k]
+            side = whole_resource(row.weights, row.upper, float(duals.sides[k]), int(k))
+            if side is None:
+                return None
+            found.append(side)
+        return found
+
+    def _pool_resource(self, z: int, c: int, price: float) -> Resource:
+        nodes = self.problem.templates.nodes[self.columns.template, c].astype(np.int64)
+        weights = np.where(self.columns.zone == z, nodes, 0)
+        return Resource(weights=weights, limit=int(self.problem.available_nodes[z, c]), price=price, pool=(z, c))
+
+    def _add_exceeded(self, resources: list[Resource], values: NDArray[np.int64]) -> None:
+        """Add what ``values`` exceeds. Raises TooManyLabels where that cannot be a resource."""
+        before = len(resources)
+        used = self._nodes_used(values)
+        for z, c in np.argwhere(used > self.problem.available_nodes):
+            resources.append(self._pool_resource(int(z), int(c), 0.0))
+        for k, row in enumerate(self.core.sides):
+            if float(row.weights @ values) > row.upper + 1e-9 * max(1.0, row.upper):
+                side = whole_resource(row.weights, row.upper, 0.0, k)
+                resources += [] if side is None else [side]
+        if len(resources) == before:
+            raise TooManyLabels
 
     def _narrow(self, bounds: NDArray[np.float64], level: int) -> None:
         """Go on with the columns that can improve the plan, what runs and what the plan uses.
@@ -393,7 +495,11 @@ class Search:
         inner.state.log, inner.state.trace = self.state.log, self.state.trace
         inner.state.bound = self.state.bound
         inner.offer(self.state.values[rows])
-        inner.first_duals = self._best_duals()
+        duals = self._best_duals()
+        # a side row that none of the rows is part of is no row of the inner search
+        price_of = {row.name: price for row, price in zip(self.core.sides, duals.sides, strict=True)}
+        sides = np.array([price_of[row.name] for row in inner.core.sides], dtype=np.float64)
+        inner.first_duals = Duals(nodes=duals.nodes, sides=sides)
         place = np.full(len(self.columns), -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
         for plan in self.master.plans:

@@ -1,0 +1,236 @@
+"""Compiled inner loops of the enumeration by labels: making, joining, bounding and thinning them.
+
+Owns arithmetic on plain arrays only; what the arrays mean is stated in ``labels``. Order of evaluation is fixed, so
+results repeat on any machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_jit = numba.njit(cache=True, nogil=True)
+INFINITY = np.inf
+
+
+@_jit
+def _rest_of(use: Any, rate: float, rest: Any) -> float:
+    """Entry of a table by the state of tracked supply that ``use`` [K] takes and the units that ``rate`` covers.
+
+    ``rest``: (table [S, G+1], tracked [P, 4] as resource, supply, levels and scale, required rate, …). A use of u of
+    A nodes takes ceil(u levels / A) levels: what is left of A holds at most the rest of the levels, rounded down.
+    """
+    table, tracked, required = rest[0], rest[1], rest[2]
+    state = 0
+    for p in range(tracked.shape[0]):
+        k, supply, levels, scale = tracked[p, 0], tracked[p, 1], tracked[p, 2], tracked[p, 3]
+        state += ((use[k] * levels + supply - 1) // supply) * scale
+    size = table.shape[1] - 1
+    units = min(size, int(np.ceil(rate / required * size - 1e-9)))
+    return float(table[state, max(units, 0)])
+
+
+@_jit
+def _exceeds(use: Any, more: Any, limit: Any) -> bool:
+    """Whether two uses together are above the limits; a loop compiles in a fraction of an array expression's time."""
+    for k in range(len(limit)):  # noqa: SIM110 - compiled
+        if use[k] + more[k] > limit[k]:
+            return True
+    return False
+
+
+@_jit
+def _number_of(use: Any, scale: Any) -> int:
+    total = 0
+    for k in range(len(scale)):
+        total += use[k] * scale[k]
+    return total
+
+
+@_jit
+def _add_use(use: Any, more: Any, out: Any) -> None:
+    for k in range(len(out)):
+        out[k] = use[k] + more[k]
+
+
+@_jit
+def _is_beaten(head: int, carried: float, paid: float, stage: int, made: Any) -> bool:
+    """Whether a label of the same use serves no less and costs no more; those that it beats itself are marked.
+
+    ``head``: newest label of that use; ``made``: (rate, cost, following, beaten) of all labels.
+    """
+    rate, cost, following, beaten = made
+    at = head
+    while at >= 0:
+        if beaten[at] < 0 and rate[at] >= carried and cost[at] <= paid:
+            return True
+        if beaten[at] < 0 and rate[at] <= carried and cost[at] >= paid:
+            beaten[at] = stage
+        at = following[at]
+    return False
+
+
+@_jit
+def _slot_of(key: int, slots: Any, number: Any) -> int:
+    """Place of a key in a hash table of newest labels: its own, or the free one (-1) where it belongs."""
+    mask = len(slots) - 1
+    at = (key * 0x1E3779B97F4A7C15 >> 20) & mask
+    while slots[at] >= 0 and number[slots[at]] != key:
+        at = (at + 1) & mask
+    return int(at)
+
+
+@_jit
+def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int:
+    """Add label i with 1, 2, … copies of column j as long as the bound stays under the ceiling; the labels then."""
+    column_use, column_rate, column_cost, column_upper, limit, scale = columns
+    required, ceiling = rest[2], rest[3]
+    use, rate, cost, parent, column, copies, beaten, number, following, slots, taken = made
+    held, nothing = np.empty(len(limit), np.int64), np.zeros(len(limit), np.int64)
+    _add_use(use[i], nothing, held)
+    carried, paid, key = rate[i], cost[i], number[i]
+    for n in range(1, column_upper[j] + 1):
+        if carried >= required or count == len(cost):
+            break
+        carried, paid = min(carried + column_rate[j], required), paid + column_cost[j]
+        _add_use(held, column_use[j], held)
+        if _exceeds(held, nothing, limit) or paid + _rest_of(held, carried, rest) > ceiling:
+            break
+        key += _number_of(column_use[j], scale)
+        slot = _slot_of(key, slots, number)
+        head = slots[slot]
+        if _is_beaten(head, carried, paid, j, (rate, cost, following, beaten)):
+            continue
+        _add_use(held, nothing, use[count])
+        rate[count], cost[count] = carried, paid
+        parent[count], column[count], copies[count] = i, j, n
+        number[count], following[count], beaten[count] = key, head, -1
+        slots[slot], taken[count] = count, slot
+        count += 1
+    return count
+
+
+@_jit
+def build_labels(columns: Any, rest: Any, slots: Any, most: int) -> Any:
+    """Every label that columns make, taken in their order, without those that another one of the same use beats.
+
+    ``columns``: (use [n, K], rate, cost, upper [n], limit, scale [K]): the last two the limits and what each
+    unit adds to the number of a use; ``rest``: (table, tracked, required rate, ceiling); ``slots``: -1 everywhere, a
+    power of two above ``most`` long, handed back so unless there are too many. Label 0 is empty. Returns (use, rate,
+    cost, parent, column, copies, beaten) with room for ``most``, and how many were made (``most``: there would be
+    more); those with beaten below 0 are what is left.
+    """
+    # uninitialised: most of it is never touched
+    use = np.empty((most, len(columns[4])), dtype=np.int32)
+    rate, cost = np.empty(most), np.empty(most)
+    parent, column, copies = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    number, following, taken = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    # the stage in which a label was beaten; it is still extended in that stage, since what beat it was made in it
+    beaten = np.empty(most, np.int64)
+    for k in range(use.shape[1]):
+        use[0, k] = 0
+    rate[0], cost[0], parent[0], column[0], copies[0] = 0.0, 0.0, -1, -1, 0
+    number[0], following[0], beaten[0], taken[0] = 0, -1, -1, _slot_of(0, slots, number)
+    slots[taken[0]] = 0
+    made = (use, rate, cost, parent, column, copies, beaten, number, following, slots, taken)
+    count = 1
+    for j in range(len(columns[1])):
+        for i in range(count):
+            if beaten[i] < 0 or beaten[i] == j:
+                count = _grow(i, j, columns, rest, made, count)
+        if count == most:
+            break
+    for i in range(count):
+        slots[taken[i]] = -1
+    return (use, rate, cost, parent, column, copies, beaten), count
+
+
+@_jit
+def join_labels(one: Any, other: Any, limit: Any, rest: Any, least: bool, most: int) -> Any:
+    """Pairs of labels whose bound stays under the ceiling, as two index arrays; ``other`` sorted by cost.
+
+    ``one``, ``other``: (use, rate, cost); rates count as the lesser of both (``least``) or added up; ``rest``: (table,
+    tracked, required rate, ceiling). Stops at ``most`` pairs.
+    """
+    required, ceiling = rest[2], rest[3]
+    first, second = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    held = np.empty(len(limit), dtype=np.int64)
+    lowest = rest[0].min()
+    count = 0
+    for i in range(len(one[2])):
+        for j in range(len(other[2])):
+            paid = one[2][i] + other[2][j]
+            if paid + lowest > ceiling:
+                break
+            if _exceeds(one[0][i], other[0][j], limit):
+                continue
+            _add_use(one[0][i], other[0][j], held)
+            a, b = one[1][i], other[1][j]
+            carried = min(a, b) if least else min(a + b, required)
+            if paid + _rest_of(held, carried, rest) > ceiling:
+                continue
+            if count == most:
+                return first, second
+            first[count], second[count] = i, j
+            count += 1
+    return first[:count].copy(), second[:count].copy()
+
+
+@_jit
+def label_bounds(use: Any, rate: Any, cost: Any, rest: Any) -> Any:
+    """Cost of each label with the least cost of what it lacks, [N]."""
+    out = np.empty(len(cost))
+    for i in range(len(cost)):
+        out[i] = cost[i] + _rest_of(use[i], rate[i], rest)
+    return out
+
+
+@_jit
+def number_rows(rows: Any) -> Any:
+    """A number for each row of whole numbers [N, K], equal only for equal rows as long as the product of the columns'
+    sizes fits 62 bits; -1 - n for row n otherwise.
+    """
+    out, scale = np.zeros(len(rows), dtype=np.int64), 1.0
+    factor = 1
+    for k in range(rows.shape[1]):
+        most = 0
+        for i in range(len(rows)):
+            most = max(most, rows[i, k])
+            out[i] += rows[i, k] * factor
+        scale *= most + 1
+        if scale > 4e18:
+            for i in range(len(rows)):
+                out[i] = -1 - i
+            return out
+        factor *= most + 1
+    return out
+
+
+@_jit
+def falling_cost(state: Any, cost: Any) -> Any:
+    """Rows kept of labels sorted by state, falling rate and rising cost: those cheaper than all before."""
+    keep = np.zeros(len(cost), dtype=np.bool_)
+    lowest = INFINITY
+    for i in range(len(cost)):
+        if i == 0 or state[i] != state[i - 1]:
+            lowest = INFINITY
+        if cost[i] < lowest:
+            keep[i], lowest = True, cost[i]
+    return keep
+
+
+@_jit
+def not_dominated(use: Any, rate: Any, cost: Any) -> Any:
+    """Rows that no other one beats: uses no more of anything, serves no less, costs no more."""
+    keep, nothing = np.ones(len(cost), dtype=np.bool_), np.zeros(use.shape[1], dtype=np.int64)
+    for i in range(len(cost)):
+        for j in range(len(cost)):
+            if i == j or not keep[j] or rate[j] < rate[i] or cost[j] > cost[i] or _exceeds(use[j], nothing, use[i]):
+                continue
+            equal = rate[j] == rate[i] and cost[j] == cost[i] and not _exceeds(use[i], nothing, use[j])
+            if not equal or j < i:
+                keep[i] = False
+                break
+    return keep
