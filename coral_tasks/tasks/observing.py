@@ -49,6 +49,7 @@ def task(settings: Settings, name: str, run_id: str | None) -> Iterator[None]:
     """
     if settings.log_format == "json":
         configure_logs(settings)
+    _allow_children()
     with logs.context(task=name, run=run_id):
         begun = time.monotonic()
         _LOG.info("begins")
@@ -62,6 +63,18 @@ def task(settings: Settings, name: str, run_id: str | None) -> Iterator[None]:
         _LOG.info("done", extra={"seconds": seconds})
         if run_id is not None:
             _keep_time(settings.home / "runs" / run_id, name, seconds)
+
+
+def _allow_children() -> None:
+    """Let the work start processes under Celery too, as solver and template builder do.
+
+    Celery's pool puts a process object of its own kind in multiprocessing's place: a daemon, which may have no
+    children, with a key that no child can be given. The task is a process of its own and main in it.
+    """
+    from multiprocessing import process
+
+    if not isinstance(process.current_process(), process.BaseProcess):
+        process._current_process = process._MainProcess()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _keep_time(folder: Path, name: str, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -195,6 +196,33 @@ def test_a_tasks_lines_carry_its_run_and_its_time_is_kept(home, monkeypatch, cap
     assert lines[2]["seconds"] >= 0
     assert sorted(path.name for path in (run / "timing").iterdir()) == ["_work.json"]
     assert list(_values()["coral_task_duration_seconds"]) == [("_work",)]
+
+
+UNDER_CELERY = """
+import multiprocessing, sys
+import billiard
+from coral_tasks.tasks.sharing import shared
+
+@shared()
+def work(run_id):
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("child of", run_id), daemon=True)
+    child.start()
+    child.join()
+
+if __name__ == "__main__":
+    worker = billiard.Process(target=work, args=("r1",), daemon=True)  # as Celery's pool makes its workers
+    worker.start()
+    worker.join()
+    sys.exit(worker.exitcode)
+"""
+
+
+def test_work_may_start_processes_under_celery(home) -> None:
+    """The solver runs in a child under a hard limit; a worker of Celery's pool must be able to start it."""
+    script = home / "under_celery.py"
+    script.write_text(UNDER_CELERY, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "child of r1\n"), done.stderr
 
 
 def test_a_sealed_run_is_left_as_it_is(home) -> None:
