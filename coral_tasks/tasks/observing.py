@@ -73,8 +73,10 @@ def _allow_children() -> None:
     """
     from multiprocessing import process
 
-    if not isinstance(process.current_process(), process.BaseProcess):
-        process._current_process = process._MainProcess()  # type: ignore[attr-defined]  # noqa: SLF001
+    current = process.current_process()
+    if not isinstance(current, process.BaseProcess):
+        current._config["daemon"] = False  # noqa: SLF001 - no public way: the setter is for processes not yet started
+        current._config["authkey"] = process.AuthenticationString(bytes(current.authkey))  # noqa: SLF001
 
 
 def _keep_time(folder: Path, name: str, seconds: float) -> None:
