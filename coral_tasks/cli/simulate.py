@@ -1,4 +1,4 @@
-"""``coral simulate``, ``coral compare``, ``coral backtest``: arguments and tables; the work is in ``tasks``."""
+"""``coral simulate``, ``compare``, ``backtest``, ``fidelity``: arguments and tables; the work is in ``tasks``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
     app.command("compare")(compare)
     app.command("backtest")(backtest)
+    app.command("fidelity")(fidelity)
 
 
 def simulate(
@@ -161,6 +162,28 @@ def backtest(
     typer.echo(f"report: {report}")
 
 
+def fidelity(
+    what: Annotated[str, typer.Argument(help="points, helix or replay.")],
+    folder: Annotated[Path | None, typer.Argument(help="Measured files (helix) or a recorded run (replay).")] = None,
+    *,
+    json_output: JsonOption = False,
+) -> None:
+    """How close the simulator is to real systems: measured points, Helix's prototype, a recorded run of real vLLM.
+
+    replay takes the folder that benchmarks/record_vllm_run.py wrote.
+    """
+    from coral_tasks.tasks import fidelity as work
+
+    summary = work.fidelity(what, folder)
+    if json_output:
+        typer.echo(json.dumps(summary, indent=1))
+        return
+    figures = {name: value for name, value in summary.items() if isinstance(value, dict) and name != "timing"}
+    _print_rows([{"of": name, **value} for name, value in figures.items()])
+    _print_rows(summary.get("rows", []))
+    typer.echo(summary["source"])
+
+
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     """A table whose columns are the keys of its rows."""
     if not rows:
@@ -174,7 +197,9 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
 
 
 def _trace_argument(text: str) -> tuple[str | None, Path]:

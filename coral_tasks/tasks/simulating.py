@@ -212,7 +212,8 @@ class ProfileTimings:
 
     Prefill: constant and seconds per prompt token, over batches of prompts of a quarter to twice the mean. Decode:
     constant, seconds per sequence at mean context, and the part of it that grows with context, from a second context
-    twice as long. Fits minimise relative error. ``slowdown`` multiplies every time: profiles too fast by that much.
+    twice as long. Aggregated: one line through both. Fits minimise relative error. ``slowdown`` multiplies every time:
+    profiles too fast by that much.
     Limits: one line over the memory/compute knee, attention's growth with prompt length only on average.
     """
 
@@ -235,7 +236,7 @@ class ProfileTimings:
         self, model: ModelId, phase: Phase, configuration: NodeConfigurationId, num_layers: int
     ) -> StageTiming | None:
         if phase is Phase.AGGREGATED:
-            return None
+            return self._aggregated(model, configuration, num_layers)
         first = self._measured(model, phase, configuration, 1.0)
         if first is None:
             return None
@@ -249,6 +250,23 @@ class ProfileTimings:
         per_sequence = max(per_unit - per_context * work.context_tokens, 0.0)
         per_prompt = self._prefill_line(model, configuration, num_layers)[1]
         return self._scaled(work, fixed, per_prompt, per_sequence, per_context, room)
+
+    def _aggregated(self, model: ModelId, configuration: NodeConfigurationId, num_layers: int) -> StageTiming | None:
+        """One line through prefill batches and decode batches at two contexts: a step may hold both at once."""
+        found = [
+            (phase, *one)
+            for phase, stretches in ((Phase.PREFILL, PROMPT_STRETCHES), (Phase.DECODE, (1.0, 2.0)))
+            for stretch in stretches
+            if (one := self._measured(model, phase, configuration, stretch)) is not None
+        ]
+        if {phase for phase, _, _ in found} != {Phase.PREFILL, Phase.DECODE}:
+            return None
+        features = np.concatenate([step_features(work) for _, work, _ in found])
+        seconds = np.concatenate([self._stage_s(work, costs, num_layers) for _, work, costs in found])
+        fixed, per_prompt, per_sequence, per_context = fit_terms(features, seconds)
+        decode = next(work for phase, work, _ in found if phase is Phase.DECODE)
+        room = self._room(decode, num_layers)
+        return self._scaled(decode, fixed, per_prompt, per_sequence, per_context, room)
 
     def _prefill_line(self, model: ModelId, configuration: NodeConfigurationId, num_layers: int) -> tuple[float, float]:
         """Constant and seconds per prompt token, over batches of prompts of a quarter to twice the mean length."""
@@ -337,6 +355,32 @@ def fit_line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[
     if slope < 0:
         return float(weight.sum() / (weight**2).sum()), 0.0
     return float(fixed), float(slope)
+
+
+def step_features(work: Work) -> NDArray[np.float64]:
+    """Of each batch: one, prompt tokens, sequences that decode, tokens of context they attend to; shape (B, 4)."""
+    count = np.asarray(work.sequences, dtype=np.float64)
+    nothing = np.zeros_like(count)
+    if work.phase is Phase.PREFILL:
+        return np.stack([nothing + 1, work.tokens, nothing, nothing], axis=1)
+    return np.stack([nothing + 1, nothing, count, count * work.context_tokens], axis=1)
+
+
+def fit_terms(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, ...]:
+    """Coefficients of least relative error, none negative; ``features``: shape (N, K), ``seconds``: shape (N,).
+
+    Terms that come out negative are left out one after another, the most negative first.
+    """
+    weighted = features / seconds[:, None]
+    kept = list(range(features.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(seconds)), rcond=None)
+        if len(kept) == 1 or (found >= 0).all():
+            break
+        kept.pop(int(np.argmin(found)))
+    terms = np.zeros(features.shape[1])
+    terms[kept] = np.maximum(found, 0.0)
+    return tuple(float(term) for term in terms)
 
 
 class RequestRows:

@@ -1,0 +1,458 @@
+"""How close the simulator is to real systems: measured points, Helix's prototype, a recorded run of real vLLM.
+
+Joins profiling's timings and the simulator; owns the three comparisons and what their figures mean. It predicts nothing
+that the simulator does not say, and measures nothing itself (``benchmarks/record_vllm_run.py`` records).
+
+API::
+
+    fidelity("points" | "helix" | "replay", folder) -> dict
+    points_fidelity(points) -> dict            # aggregated vLLM serving, requests/s given by those in flight
+    helix_fidelity(folder) -> dict             # pipelines of Helix's prototype, at their measured requests in flight
+    replay_fidelity(folder) -> dict            # a recorded run of this machine, request by request
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coral_tasks.domain.errors import Unavailable, UnknownName, ValidationFailed, Violation
+from coral_tasks.domain.names import ModelId, NodeConfigurationId, Phase
+from coral_tasks.domain.timing import StageTiming
+from coral_tasks.tasks.comparing import HELIX_HIDDEN_BYTES, HELIX_NETWORK_BYTES_PER_S
+from coral_tasks.tasks.simulating import fit_terms, read_frame
+
+if TYPE_CHECKING:
+    from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.profiling.measured import MeasuredRow
+    from coral_tasks.profiling.points import AggregatedPoint
+    from coral_tasks.simulation.state import Records
+
+COMPARISONS: Final = ("points", "helix", "replay")
+MODEL: Final = ModelId("replayed")
+NODE: Final = NodeConfigurationId("node")
+ROUNDS: Final = 4
+"""Requests replayed per request in flight, in closed loops."""
+
+HELIX_HOP_S: Final = {"A100": 0.0115, "L4": 0.0135, "T4": 0.008}
+"""Hand-over between the prototype's machines apart from the bytes: what the fastest 5 % of decode steps of the LLaMA-1
+30B runs took beyond the layer times, over the machines passed. Not fitted on throughput, nor on the 70B runs."""
+
+FAR_S: Final = 1e7
+DRAIN_LIMIT_S: Final = 1e9
+"""Nothing is left unfinished."""
+
+WARM_SHARE: Final = 0.25
+"""Requests at the start of a closed loop that are left out: all begin together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _One:
+    """A timing source with one timing for whatever is asked."""
+
+    timing: Mapping[int, StageTiming]
+
+    def stage_timing(
+        self,
+        *,
+        model: ModelId,  # noqa: ARG002 - the protocol's
+        phase: Phase,  # noqa: ARG002 - the protocol's
+        configuration: NodeConfigurationId,  # noqa: ARG002 - the protocol's
+        num_layers: int,
+    ) -> StageTiming | None:
+        """The timing of that many layers."""
+        return self.timing.get(num_layers)
+
+
+def fidelity(what: str, folder: Path | None) -> dict[str, Any]:
+    """The comparison by name. Raises UnknownName, ValidationFailed where a folder is needed and not given."""
+    if what not in COMPARISONS:
+        raise UnknownName(kind="comparison", name=what, known=COMPARISONS)
+    if what == "points":
+        from coral_tasks.profiling.points import read_points
+
+        return points_fidelity(read_points())
+    if folder is None:
+        rule = f"{what} needs the folder with its files"
+        raise ValidationFailed([Violation(table="fidelity", row=what, value="", rule=rule)])
+    return helix_fidelity(folder) if what == "helix" else replay_fidelity(folder)
+
+
+def run_aggregated(
+    timings: Sequence[StageTiming],
+    arrival_s: NDArray[np.float64],
+    prompt: NDArray[np.int64],
+    output: NDArray[np.int64],
+) -> Records:
+    """Records of one aggregated pipeline of these stages, in the order of the requests; none is turned away."""
+    from coral_tasks.simulation import RequestTrace, SimulationOptions, simulate
+
+    order = np.argsort(arrival_s, kind="stable")
+    trace = RequestTrace(
+        models=(MODEL,),
+        arrival_s=arrival_s[order],
+        model=np.zeros(len(order), dtype=np.int64),
+        prompt_tokens=prompt[order],
+        output_tokens=output[order],
+    )
+    found: list[Records] = []
+    source = _One(timing={k + 1: timing for k, timing in enumerate(timings)})
+    options = SimulationOptions(timing=source, drain_limit_s=DRAIN_LIMIT_S, max_in_flight=len(order) + 1)
+    simulate(_lone_plan(len(timings)), trace, prices={}, options=options, sink=lambda rows: found.append(rows.copy()))
+    rows = np.concatenate(found)
+    rows["index"] = order[rows["index"]]
+    return rows[np.argsort(rows["index"], kind="stable")]
+
+
+def _lone_plan(num_stages: int) -> AllocationPlan:
+    """One reserved aggregated instance; stage k holds k + 1 layers, so that a timing source can tell them apart."""
+    from coral_tasks.domain.models import LatencySlo
+    from coral_tasks.domain.names import LatencySplit, LibraryVersion, Market, PlanId, RegionId, Runtime
+    from coral_tasks.domain.plan import AllocationPlan, Certificate, PlannedInstances, SolveStatus
+    from coral_tasks.domain.profiles import LimitedBy
+    from coral_tasks.domain.templates import NodeCombination, Placement, ServingTemplate, Stage, template_id
+
+    lone = NodeCombination.of([NODE])
+    stages = tuple(Stage(nodes=lone, num_layers=k + 1, num_quanta=1) for k in range(num_stages))
+    placement = Placement(stages=stages, total_quanta=num_stages)
+    slo = LatencySlo(ttft_s=1e9, tpot_s=1e9)
+    nodes = placement.nodes
+    template = ServingTemplate(
+        id=template_id(model=MODEL, phase=Phase.AGGREGATED, slo=slo, nodes=nodes, runtime=Runtime.VLLM),
+        model=MODEL,
+        phase=Phase.AGGREGATED,
+        slo=slo,
+        nodes=nodes,
+        throughput=1.0,
+        placement=placement,
+        latency_split=LatencySplit.EQUAL,
+        runtime=Runtime.VLLM,
+        limited_by=LimitedBy.LATENCY,
+        sources=(),
+    )
+    row = PlannedInstances(template=template.id, region=RegionId("here"), market=Market.RESERVED, count=1, num_kept=0)
+    zero = Certificate(
+        status=SolveStatus.OPTIMAL,
+        cost_usd_per_hour=0.0,
+        startup_usd_per_hour=0.0,
+        bound_usd_per_hour=0.0,
+        gap=0.0,
+        shortage_proved=True,
+    )
+    return AllocationPlan(
+        id=PlanId("replay"),
+        library_version=LibraryVersion("none"),
+        instances=(row,),
+        templates=(template,),
+        served=(),
+        shortfalls=(),
+        certificate=zero,
+    )
+
+
+def closed_loop(
+    timings: Sequence[StageTiming], in_flight: int, prompt: NDArray[np.int64], output: NDArray[np.int64]
+) -> Records:
+    """Records with ``in_flight`` requests at all times: the next one arrives when one ends.
+
+    Arrivals are the ends of the pass before, until nothing moves: then they are what they should be. At first all but
+    ``in_flight`` come long after. Raises Unavailable if the passes do not settle.
+    """
+    count = len(prompt)
+    arrival = np.where(np.arange(count) < in_flight, 0.0, FAR_S)
+    for _ in range(10 * count + 10):
+        rows = run_aggregated(timings, arrival, prompt, output)
+        ends = np.sort(rows["finish"])[: max(count - in_flight, 0)]
+        following = np.concatenate([np.zeros(min(in_flight, count)), ends])
+        if np.array_equal(following, arrival):
+            return rows
+        arrival = following
+    message = f"a closed loop of {in_flight} in flight did not settle"
+    raise Unavailable(message)
+
+
+def latencies(rows: Records) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """TTFT and TPOT of each record; TPOT is NaN for a single token."""
+    from coral_tasks.simulation.outcome import time_per_output_token
+
+    return np.asarray(rows["first"] - rows["arrival"]), time_per_output_token(rows)
+
+
+# ---- measured points of aggregated vLLM serving
+
+
+def point_timing(point: AggregatedPoint, engines: dict[tuple[object, ...], Any]) -> StageTiming:
+    """Affine timing of a point from corrected database times: a lone prompt, a decode step of one and of all.
+
+    Raises Unavailable where the database cannot price the point.
+    """
+    from coral_tasks.profiling.aggregated import family_of, load_corrections, load_fit
+    from coral_tasks.profiling.database import step_times
+
+    factors, fit = load_corrections()[family_of(point.model, sparse=point.ep is not None)], load_fit()
+    times = step_times(point, engines)
+    lone = step_times(replace(point, concurrency=1), engines) if point.concurrency > 1 else times
+    first = lone.decode_s * factors.decode
+    per_sequence = max(times.decode_s * factors.decode - first, 0.0) / max(point.concurrency - 1, 1)
+    prompt_s = times.prefill_s * factors.prefill + fit.prefill_step_s
+    fixed = max(first - per_sequence, 0.0) + fit.decode_step_s
+    return StageTiming(
+        fixed_s=fixed,
+        per_prompt_token_s=max(prompt_s - fixed, 0.0) / point.isl,
+        per_sequence_s=per_sequence,
+        max_batch_tokens=max(8192, point.concurrency + 1),
+        max_batch_sequences=max(point.concurrency, 1),
+    )
+
+
+def points_fidelity(points: Sequence[AggregatedPoint]) -> dict[str, Any]:
+    """Simulated against measured mean TTFT and TPOT of every point that no fit has seen and that carries no flag.
+
+    Errors are relative: ``median``, ``p90``, ``mean`` of the absolute ones, ``bias`` the median with its sign.
+    """
+    from coral_tasks.profiling.points import fitted_keys
+
+    engines: dict[tuple[object, ...], Any] = {}
+    rows, lost, seen = [], 0, fitted_keys()
+    for point in points:
+        if point.flag or point.configuration_key in seen:
+            continue
+        try:
+            timing = point_timing(point, engines)
+        except Unavailable:
+            lost += 1
+            continue
+        rows.append(_point_row(point, timing))
+    return {
+        "source": "vllm_agg_points.csv, points that no fit has seen",
+        "num_points": len(rows),
+        "num_not_predicted": lost,
+        "ttft": errors([row["ttft_s"] / row["measured_ttft_s"] - 1 for row in rows]),
+        "tpot": errors([row["tpot_s"] / row["measured_tpot_s"] - 1 for row in rows]),
+        "rows": rows,
+    }
+
+
+def _point_row(point: AggregatedPoint, timing: StageTiming) -> dict[str, Any]:
+    count = max(ROUNDS * point.concurrency, 8)  # the first round is left out: there all prompts come at once
+    prompt, output = np.full(count, point.isl), np.full(count, point.osl)
+    settled = closed_loop([timing], point.concurrency, prompt, output)[point.concurrency :]
+    ttft, tpot = latencies(settled)
+    return {
+        "id": point.id,
+        "model": point.model,
+        "system": point.system,
+        "concurrency": point.concurrency,
+        "ttft_s": float(ttft.mean()),
+        "measured_ttft_s": point.ttft_s,
+        "tpot_s": float(np.nanmean(tpot)) if point.osl > 1 else point.tpot_s,
+        "measured_tpot_s": point.tpot_s,
+    }
+
+
+def errors(relative: Sequence[float]) -> dict[str, Any]:
+    """Median, 90th percentile and mean of absolute errors, and the median with its sign; None without values."""
+    if not relative:
+        return {"median": None, "p90": None, "mean": None, "bias": None}
+    values = np.asarray(relative)
+    absolute = np.abs(values)
+    return {
+        "median": float(np.median(absolute)),
+        "p90": float(np.quantile(absolute, 0.9)),
+        "mean": float(absolute.mean()),
+        "bias": float(np.median(values)),
+    }
+
+
+# ---- Helix's prototype
+
+
+def helix_fidelity(folder: Path) -> dict[str, Any]:
+    """Pipelines of one machine type that Helix's prototype ran, replayed at their measured requests in flight.
+
+    ``folder`` holds helix_layer_times.csv, helix_kv_blocks.csv, helix_placements.csv and helix_real_system.csv.
+    Placements whose machines hold overlapping layers are no pipeline of stages and are counted, not replayed. Lengths
+    are log-normal with the run's own mean prompt and mean answer, since each run's requests are not at hand.
+    """
+    real = read_frame(folder / "helix_real_system.csv", ("model", "method", "machines", "mean_requests_in_flight"))
+    placements = read_frame(folder / "helix_placements.csv", ("model", "method", "machines", "first_layer"))
+    rows, skipped = [], 0
+    for record in real.to_dict("records"):
+        run = {str(name): value for name, value in record.items()}
+        mine = placements[
+            (placements["paper_section"] == run["paper_section"])
+            & (placements["model"] == run["model"])
+            & (placements["method"] == run["method"])
+            & (placements["machines"] == run["machines"])
+        ]
+        if not _is_pipeline(mine) or not math.isfinite(run["mean_requests_in_flight"]):
+            skipped += 1
+            continue
+        rows.append(_helix_row(folder, run, mine))
+    return {
+        "source": "Helix's prototype (ASPLOS 2025), pipelines of one machine type",
+        "num_runs": len(rows),
+        "num_not_replayed": skipped,
+        "tokens_per_s": errors([row["tokens_per_s"] / row["measured_tokens_per_s"] - 1 for row in rows]),
+        "prompt": errors([row["prompt_s"] / row["measured_prompt_s"] - 1 for row in rows]),
+        "decode": errors([row["decode_s"] / row["measured_decode_s"] - 1 for row in rows]),
+        "helix_simulator_error": 0.082,
+        "rows": rows,
+    }
+
+
+def _is_pipeline(mine: Any) -> bool:
+    ordered = mine.sort_values("first_layer")
+    starts, ends = ordered["first_layer"].tolist(), ordered["end_layer_exclusive"].tolist()
+    return bool(starts) and starts[0] == 0 and starts[1:] == ends[:-1]
+
+
+def _helix_row(folder: Path, run: Mapping[str, Any], placement: Any) -> dict[str, Any]:
+    answer = run["decode_tokens_in_window"] / max(run["prompts_in_window"], 1)
+    in_flight = max(round(run["mean_requests_in_flight"]), 1)
+    count = max(ROUNDS * in_flight, 40)
+    random = np.random.default_rng(0)
+    prompt = spread_lengths(run["mean_prompt_tokens"], 0.8, count, random)
+    output = np.maximum(spread_lengths(answer, 0.7, count, random), 2)
+    timings = [
+        helix_timing(folder, run["model"], machine, layers)
+        for machine, layers in zip(placement["machine"], placement["num_layers"], strict=True)
+    ]
+    rows = closed_loop(timings, in_flight, prompt, output)
+    warm = rows[int(WARM_SHARE * count) : count - in_flight]
+    span = warm["finish"].max() - warm["arrival"].min()
+    prompt_s, decode_s = latencies(warm)
+    whole = float(warm["output"].mean() * in_flight / (warm["finish"] - warm["arrival"]).mean())
+    return {
+        "model": run["model"],
+        "setup": run["setup"],
+        "method": run["method"],
+        "machines": run["machines"],
+        "in_flight": in_flight,
+        "span_s": float(span),
+        "tokens_per_s": whole,
+        "measured_tokens_per_s": float(run["decode_tokens_per_s"]),
+        "prompt_s": float(prompt_s.mean()),
+        "measured_prompt_s": float(run["prompt_mean_s"]),
+        "decode_s": float(np.nanmean(decode_s)),
+        "measured_decode_s": float(run["decode_mean_s"]),
+    }
+
+
+def spread_lengths(mean: float, sigma: float, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Log-normal lengths of that mean, at least 1."""
+    values = random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    return np.maximum(np.rint(values * mean / values.mean()), 1).astype(np.int64)
+
+
+def helix_timing(folder: Path, model: str, machine: str, num_layers: int) -> StageTiming:
+    """Affine timing of a machine with that many layers from Helix's layer times and KV blocks.
+
+    Raises ValidationFailed for a machine that was not measured, or whose hand-over is not known.
+    """
+    times = read_frame(folder / "helix_layer_times.csv", ("model", "machine", "phase", "batch_tokens", "layer_time_ms"))
+    mine = times[(times["model"] == model) & (times["machine"] == machine) & (times["batch_tokens"] > 0)]
+    if mine.empty or machine not in HELIX_HOP_S:
+        rule = "no layer times or hand-over of this machine and model"
+        raise ValidationFailed([Violation(table="helix_layer_times", row=machine, value=model, rule=rule)])
+    mine = mine[((mine["phase"] == "decode") & (mine["batch_tokens"] <= 64)) | (mine["phase"] == "prompt")]
+    prefill = (mine["phase"] == "prompt").to_numpy()
+    tokens = mine["batch_tokens"].to_numpy(dtype=np.float64)
+    features = np.stack([np.ones(len(tokens)), tokens * prefill, tokens * ~prefill], axis=1)
+    fixed, per_prompt, per_sequence = fit_terms(features, mine["layer_time_ms"].to_numpy(dtype=np.float64) / 1e3)
+    blocks = read_frame(folder / "helix_kv_blocks.csv", ("model", "machine", "layers_on_machine", "kv_token_capacity"))
+    room = blocks[
+        (blocks["model"] == model) & (blocks["machine"] == machine) & (blocks["layers_on_machine"] == num_layers)
+    ]
+    per_token = HELIX_HIDDEN_BYTES / HELIX_NETWORK_BYTES_PER_S
+    return StageTiming(
+        fixed_s=fixed * num_layers,
+        per_prompt_token_s=per_prompt * num_layers + per_token,
+        per_sequence_s=per_sequence * num_layers + per_token,
+        hop_s=HELIX_HOP_S[machine],
+        max_batch_tokens=2048,
+        kv_capacity_tokens=float(room["kv_token_capacity"].iloc[0]) if len(room) else math.inf,
+    )
+
+
+# ---- a recorded run of this machine
+
+
+def measured_timing(rows: Sequence[MeasuredRow], num_layers: int, run: Mapping[str, Any]) -> StageTiming:
+    """Affine timing of the whole model from the runner's fits at both phases, ``num_layers`` layers.
+
+    ``run``: max_sequences and max_batched_tokens of the server. Raises ValidationFailed without points of both phases.
+    """
+    from coral_tasks.profiling.measured import fit_measurements
+
+    fits = fit_measurements(rows)
+    table = [
+        (
+            1.0,
+            fit.sequences * fit.tokens * (fit.phase is Phase.PREFILL),
+            fit.sequences * (fit.phase is Phase.DECODE),
+            fit.sequences * fit.tokens * (fit.phase is Phase.DECODE),
+        )
+        for fit in fits
+    ]
+    if len({fit.phase for fit in fits}) < 2:
+        rule = "needs ok points of prefill and decode at two or more layer counts"
+        raise ValidationFailed([Violation(table="profile", row="", value="", rule=rule)])
+    seconds = np.array([fit.constant_s + num_layers * fit.layer_s for fit in fits])
+    fixed, per_prompt, per_sequence, per_context = fit_terms(np.array(table), seconds)
+    return StageTiming(
+        fixed_s=fixed,
+        per_prompt_token_s=per_prompt,
+        per_sequence_s=per_sequence,
+        per_context_token_s=per_context,
+        max_batch_tokens=int(run["max_batched_tokens"]),
+        max_batch_sequences=int(run["max_sequences"]),
+    )
+
+
+def replay_fidelity(folder: Path) -> dict[str, Any]:
+    """A recorded run against the simulator on the same arrivals and lengths.
+
+    ``folder``: profile.json, requests.csv and run.json as ``benchmarks/record_vllm_run.py`` writes them. Deviations are
+    relative: of the means, the medians and the 95th percentiles, and the mean over requests of the absolute ones.
+    """
+    from coral_tasks.profiling.measured import rows_from_records
+
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    profile = rows_from_records(json.loads((folder / "profile.json").read_text(encoding="utf-8")), "profile.json")
+    columns = ("sent_s", "first_s", "last_s", "prompt_tokens", "output_tokens")
+    real = read_frame(folder / "requests.csv", columns)
+    timing = measured_timing(profile, int(run["layers"]), run)
+    prompt, output = (real[name].to_numpy(dtype=np.int64) for name in ("prompt_tokens", "output_tokens"))
+    sent = real["sent_s"].to_numpy(dtype=np.float64)
+    rows = run_aggregated([timing], sent, prompt, output)
+    simulated = latencies(rows)
+    later = np.where(output > 1, output - 1, np.nan)
+    measured = (real["first_s"].to_numpy() - sent, (real["last_s"] - real["first_s"]).to_numpy() / later)
+    return {
+        "source": f"recorded run, {len(real)} requests",
+        "timing": {name: getattr(timing, name) for name in timing.__slots__},
+        "ttft": deviations(simulated[0], measured[0]),
+        "tpot": deviations(simulated[1], measured[1]),
+    }
+
+
+def deviations(simulated: NDArray[np.float64], measured: NDArray[np.float64]) -> dict[str, float]:
+    """Simulated over measured minus 1 for mean, median and p95; ``mean_absolute``: over requests, of their own."""
+    known = np.isfinite(simulated) & np.isfinite(measured)
+    one, other = simulated[known], measured[known]
+    statistics: dict[str, Callable[[NDArray[np.float64]], float]] = {
+        "mean": lambda values: float(values.mean()),
+        "p50": lambda values: float(np.quantile(values, 0.5)),
+        "p95": lambda values: float(np.quantile(values, 0.95)),
+    }
+    found = {f"{name}_deviation": take(one) / take(other) - 1 for name, take in statistics.items()}
+    found |= {f"measured_{name}_s": take(other) for name, take in statistics.items()}
+    return {**found, "mean_absolute": float(np.abs(one / other - 1).mean())}
