@@ -51,6 +51,7 @@ FIRST_NODES: Final = 10
 """A first plan this far from the bound is improved at once by a small program over the best columns."""
 MAX_TIGHT_ROUNDS: Final = 40
 CHOOSE_EVERY: Final = 5
+CHOOSE_ROUNDS: Final = (9, 19, 39)
 CHOOSE_NODES: Final = 20
 """Rounds after which the plans found so far are combined, so that a first plan comes early where supply is scarce."""
 TIGHT_ENOUGH: Final = 2e-4
@@ -189,7 +190,10 @@ class Search:
         """Keep an evaluation if it proves more; money cannot be negative."""
         if self.state.best is None or evaluation.bound > self.state.bound:
             self.state.best = evaluation
-        self.state.bound = max(self.state.bound, min(evaluation.bound, self.ceiling), 0.0)
+        bound = max(min(evaluation.bound, self.ceiling), 0.0)
+        if bound > self.state.bound:
+            self.state.bound = bound
+            self.state.record()
 
     def _best_duals(self) -> Duals:
         return self.state.best.duals if self.state.best is not None else self.first_duals
@@ -241,6 +245,8 @@ class Search:
             value, money, target = self.master.relax()
             if self.done() or value - self.state.bound <= 1e-5 * max(1e-6, money):
                 break
+            if round_number in CHOOSE_ROUNDS:
+                self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=CHOOSE_NODES))
             if not grew and round_number > 0 and np.allclose(duals.nodes, target.nodes):
                 break
             duals = best.towards(target, 0.4) if grew else target
@@ -415,8 +421,7 @@ class Search:
         optimal = found is not None and found[0] <= target
         if found is not None:
             self.offer(found[1])
-        proved = found[0] if found is not None and optimal else target
-        self.state.bound = max(self.state.bound, min(proved, self.state.objective, self.ceiling))
+        self.prove(found[0] if found is not None and optimal else target)
         return optimal
 
     def _best_below(
@@ -536,6 +541,7 @@ class Search:
             absolute_gap=max(1e-9, 0.5 * self.gap * money),
             start_values=self._start(program, self.state.values[rows]),
             options=options,
+            listener=_Progress(self, rows, proves=proves),
         )
         self._take(result, rows)
         if proves:
@@ -589,22 +595,31 @@ class Search:
 
     def _whole(self, result: MipResult, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Instances of all columns from a program over ``rows``; None without a whole solution: the incumbent stays."""
-        if not result.has_solution:
-            return None
+        return self.whole_on(result.solution(), rows) if result.has_solution else None
+
+    def whole_on(self, solution: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Instances of all columns from a solution of a program over ``rows``; None where it is not whole."""
         values = np.zeros(len(self.columns), dtype=np.int64)
         try:
-            values[rows] = whole_values(result.solution()[: len(rows)])
+            values[rows] = whole_values(solution[: len(rows)])
         except SolverFault:
             return None
         return values
 
     def _prove(self, result: MipResult) -> None:
-        """Columns left out cost at least the threshold, so the optimum is at least the lesser of both bounds."""
+        """What an ended program proves."""
         if result.outcome is MipOutcome.INFEASIBLE:
             proved = self.state.objective
         else:
             proved = result.bound if result.bound is not None else -math.inf
-        self.state.bound = max(self.state.bound, min(proved, self.state.objective, self.ceiling))
+        self.prove(proved)
+
+    def prove(self, proved: float) -> None:
+        """Take a bound on the columns that are left: the others cost at least what the plan does, or the ceiling."""
+        bound = min(proved, self.state.objective, self.ceiling)
+        if bound > self.state.bound:
+            self.state.bound = bound
+            self.state.record()
 
     def _cuts(self, rows: NDArray[np.int64]) -> list[Cut]:
         cuts = []
@@ -623,6 +638,24 @@ class Search:
                         )
                     )
         return cuts
+
+
+class _Progress:
+    """Plans and bounds of a program over ``rows`` while it is solved. ``proves``: whether its bound holds for all."""
+
+    def __init__(self, search: Search, rows: NDArray[np.int64], *, proves: bool) -> None:
+        self.search, self.rows, self.proves = search, rows, proves
+
+    def on_solution(self, values: NDArray[np.float64]) -> None:
+        """Offer a whole solution at once."""
+        whole = self.search.whole_on(values, self.rows)
+        if whole is not None:
+            self.search.offer(whole)
+
+    def on_bound(self, bound: float) -> None:
+        """Keep the bound."""
+        if self.proves:
+            self.search.prove(bound)
 
 
 def unserved_rate(problem: AllocationProblem, columns: Columns, values: NDArray[np.int64], m: int) -> float:

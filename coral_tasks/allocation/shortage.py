@@ -114,7 +114,11 @@ class _Levels:
         self.log: list[str] = []
 
     def settle(self, goal: Goal) -> None:
-        """Minimise one goal under all earlier ones and hold what was reached."""
+        """Minimise one goal under all earlier ones and hold what was reached; without time nothing is settled."""
+        if time.monotonic() >= self.deadline:
+            self.proved = False
+            self.log.append(f"level {goal.kind} {goal.index}: no time left")
+            return
         program = build_program(self.problem, self.columns, goal=goal, settled=self.settled)
         start = start_point(self.problem, program, self.values)
         reached = self._value(program, start)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,20 @@ FEASIBILITY_TOLERANCE: Final = 1e-9
 INTEGRALITY_TOLERANCE: Final = 1e-5
 """Largest distance from a whole number that ``whole_values`` accepts."""
 
+LEAST_STEP: Final = 1e-7
+"""Relative rise of a bound that a listener hears of."""
+
 _STDOUT_LOCK = threading.Lock()
+
+
+class SolveListener(Protocol):
+    """Who wants to hear how a solve goes. Called in the solver's own thread, between its steps."""
+
+    def on_solution(self, values: NDArray[np.float64]) -> None:
+        """A better feasible solution, one value per column."""
+
+    def on_bound(self, bound: float) -> None:
+        """A bound on the optimum higher than any before."""
 
 
 class SolverName(StrEnum):
@@ -201,12 +214,13 @@ def solve_arrays(
     absolute_gap: float = 1e-9,
     threads: int = 1,
     start_values: NDArray[np.float64] | None = None,
-    cutoff: float | None = None,
     options: dict[str, object] | None = None,
+    listener: SolveListener | None = None,
 ) -> MipResult:
     """Hand the program to HiGHS. ``gap`` is relative; ``start_values``: a feasible solution to start from.
 
-    ``cutoff``: solutions above it are of no interest. Raises SolverFault on a status that is not named acceptable.
+    ``listener``: hears of progress; it must not depend on the clock
+    if the answer is to repeat. Raises SolverFault on a status that is not named acceptable.
     """
     begun = time.monotonic()
     highs = _new_highs()
@@ -218,7 +232,6 @@ def solve_arrays(
         "mip_feasibility_tolerance": FEASIBILITY_TOLERANCE,
         "primal_feasibility_tolerance": FEASIBILITY_TOLERANCE,
         "dual_feasibility_tolerance": FEASIBILITY_TOLERANCE,
-        **({} if cutoff is None else {"objective_bound": cutoff}),
         **(options or {}),
     }
     for name, value in settings.items():
@@ -226,8 +239,28 @@ def solve_arrays(
     highs.passModel(_highs_model(program))
     if start_values is not None:
         _set_start(highs, start_values)
+    if listener is not None:
+        _listen(highs, listener)
     highs.run()
     return _judge_highs(highs, program, wall_s=time.monotonic() - begun)
+
+
+def _listen(highs: Any, listener: SolveListener) -> None:
+    """Pass on better solutions as they are found, and the bound whenever it has risen."""
+    proved = -math.inf
+
+    def on_solution(event: Any) -> None:
+        listener.on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+
+    def on_check(event: Any) -> None:
+        nonlocal proved
+        bound = float(event.data_out.mip_dual_bound)
+        if math.isfinite(bound) and bound > proved + LEAST_STEP * max(1.0, abs(bound)):
+            proved = bound
+            listener.on_bound(bound)
+
+    highs.cbMipImprovingSolution.subscribe(on_solution)
+    highs.cbMipInterrupt.subscribe(on_check)
 
 
 def _new_highs() -> Any:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import time
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coral_tasks.allocation import supervise
 from coral_tasks.allocation.check import check_plan
-from coral_tasks.allocation.counts import counts_from_dict
 from coral_tasks.allocation.explain import explain_plan
 from coral_tasks.allocation.solve import solve_allocation, solve_counts
 from coral_tasks.allocation.whatif import compare_plans, with_demand_factor, with_more_nodes, with_price_factor
 from coral_tasks.domain.errors import SolverFault, UnknownName
 from coral_tasks.domain.plan import SolveStatus
 
+ROOT = Path(__file__).resolve().parents[3]
+CASES = ROOT / "tests" / "data" / "allocation_cases"
 EAST, WEST = "aws/east", "aws/west"
 
 
@@ -32,15 +37,26 @@ def test_supervised_solve_gives_the_same_plan(pair):
     assert supervise.solve_supervised(problem, time_limit_s=20.0, gap=1e-9) == solve_allocation(problem, gap=1e-9)
 
 
-def _hang(pipe, problem, time_limit_s, gap, previous):
-    """A child that hands one plan over and then never ends."""
-    pipe.send((counts_from_dict({(0, 0): 2, (1, 0): 1}), 1.0))
-    time.sleep(60)
+HANG = """
+import sys, time
+from multiprocessing.connection import Connection
+from coral_tasks.allocation.counts import counts_from_dict
+pipe = Connection(int(sys.argv[2]), readable=False)
+pipe.send((counts_from_dict({(0, 0): 2, (1, 0): 1}), 1.0))
+time.sleep(60)
+"""
+"""A child that hands one plan over and then never ends."""
+MUTE = "raise SystemExit(3)"
+"""A child that ends without a word."""
+BROKEN_OFF = "import os, sys; os.write(int(sys.argv[2]), b'\\x00\\x00\\x00\\x50half')"
+"""A child that ends in the middle of a message."""
 
 
-def _die(pipe, problem, time_limit_s, gap, previous):
-    """A child that ends without a word."""
-    pipe.close()
+def run_instead(monkeypatch, script):
+    """Let another script take the place of the child's program; it gets the same arguments."""
+    monkeypatch.setattr(
+        supervise, "child_command", lambda path, answers: (sys.executable, "-c", script, str(path), str(answers))
+    )
 
 
 def test_hanging_solver_is_stopped_and_its_best_plan_returned(pair, monkeypatch):
@@ -48,7 +64,7 @@ def test_hanging_solver_is_stopped_and_its_best_plan_returned(pair, monkeypatch)
     problem = pair.problem()
     rows = {str(problem.templates.template_id(t)): t for t in range(2)}
     assert list(rows.values()) == [0, 1]
-    monkeypatch.setattr(supervise, "_work", _hang)
+    run_instead(monkeypatch, HANG)
     plan = supervise.solve_supervised(problem, time_limit_s=0.1, grace_s=8.0)
     assert plan.certificate.status is SolveStatus.TIME_LIMIT
     assert plan.certificate.bound_usd_per_hour == 1.0
@@ -59,10 +75,57 @@ def test_dying_solver_leaves_the_last_plan(pair, monkeypatch):
     """A child that dies leaves the last plan in force."""
     problem = pair.problem()
     last = solve_allocation(problem, gap=1e-9)
-    monkeypatch.setattr(supervise, "_work", _die)
+    run_instead(monkeypatch, MUTE)
     plan = supervise.solve_supervised(problem, time_limit_s=1.0, previous=last)
     assert plan.instances == last.instances
     assert plan.certificate.status is SolveStatus.TIME_LIMIT
+
+
+def test_solver_that_ends_within_a_message_leaves_the_last_plan(pair, monkeypatch):
+    """A child killed while it writes is like one that says nothing."""
+    problem = pair.problem()
+    last = solve_allocation(problem, gap=1e-9)
+    run_instead(monkeypatch, BROKEN_OFF)
+    plan = supervise.solve_supervised(problem, time_limit_s=1.0, previous=last)
+    assert plan.instances == last.instances
+
+
+SCRIPT = """
+import numpy as np
+from coral_tasks.allocation.instances import problem_from_instance
+from coral_tasks.allocation.supervise import SolveRequest, _fallback, _in_child
+import json, sys, time
+problem = problem_from_instance(json.load(open(sys.argv[1])))
+request = SolveRequest(problem=problem, time_limit_s=20.0, gap=1e-9, previous=None)
+print(_in_child(request, deadline=time.monotonic() + 60.0)[1].objective)
+"""
+
+
+def test_script_without_main_guard_may_solve_supervised(tmp_path):
+    """A plain script gets its answer once: the child does not run it again. "single" costs what its case states."""
+    case = CASES / "single.json"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(case)], capture_output=True, text=True, timeout=100, check=True, cwd=ROOT
+    )
+    expected = json.loads(case.read_text())["expected"]["objective"]
+    assert [float(line) for line in done.stdout.split()] == [pytest.approx(expected)]
+
+
+def test_child_ends_with_its_parent(tmp_path):
+    """A child whose standard input closes ends, though its solve has a minute left."""
+    request = tmp_path / "request"
+    os.mkfifo(request)
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        supervise.child_command(request, writer), stdin=subprocess.PIPE, pass_fds=(writer,), cwd=ROOT
+    )
+    os.close(writer)
+    child.stdin.close()
+    # the fifo keeps it waiting for its request: only the closed input can end it
+    assert child.wait(timeout=60) == 1
+    os.close(reader)
 
 
 def test_dying_solver_without_any_fitting_plan_is_a_fault(pair, monkeypatch):
@@ -70,7 +133,7 @@ def test_dying_solver_without_any_fitting_plan_is_a_fault(pair, monkeypatch):
     from dataclasses import replace
 
     problem = replace(pair.problem(), shortfall_weight=np.array([np.inf]))
-    monkeypatch.setattr(supervise, "_work", _die)
+    run_instead(monkeypatch, MUTE)
     with pytest.raises(SolverFault, match="no earlier plan fits"):
         supervise.solve_supervised(problem, time_limit_s=1.0)
 
