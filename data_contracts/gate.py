@@ -25,7 +25,7 @@ from data_contracts.coerce import CellFlaw, coerce
 from data_contracts.contract import STAGE_ORDER, Contract, GateContext, Rule, Severity, Stage
 from data_contracts.files import CUT_OFF, FileFlaw, RawTable
 from data_contracts.rules import rules_of
-from data_contracts.suite import RuleResult, applicable, run_rules
+from data_contracts.suite import RuleResult, applicable, run_directly, run_rules
 
 _SHOWN_NAMES: Final = 12
 _HINTED: Final = 100
@@ -120,10 +120,11 @@ def check_table(
     *,
     source: str = "",
     rules: Sequence[Rule] | None = None,
+    direct: bool = False,
 ) -> GateOutcome:
     """Judge one batch. Never raises for what the batch holds; every violation is in the report at once.
 
-    ``rules``: judge these only (for the tests of single rules); None: all of the contract's.
+    ``rules``: judge these only; None: all of the contract's. ``direct``: by pandas alone (``suite.run_directly``).
     """
     judged = rules_of(contract) if rules is None else tuple(rules)
     raw = _with_cut_number(contract, _as_raw(batch, source))
@@ -136,7 +137,8 @@ def check_table(
         names = _Rows(contract, table)
         findings += [_of_cell(contract, flaw, names) for flaw in coerced.flaws]
         if table is not None:
-            findings += _judge(contract, table, context, judged, coerced.flaws)
+            results = (run_directly if direct else run_rules)(contract.name, _frame(table), judged, context)
+            findings += _judge(contract, table, context, results, coerced.flaws)
             findings += _absent(contract, table, findings)
             unchecked = _unchecked(judged, context)
     report = GateReport(
@@ -257,13 +259,15 @@ def _shown(value: object) -> str:
 
 
 def _judge(
-    contract: Contract, table: pa.Table, context: GateContext, rules: Sequence[Rule], flaws: Sequence[CellFlaw]
+    contract: Contract,
+    table: pa.Table,
+    context: GateContext,
+    results: Sequence[RuleResult],
+    flaws: Sequence[CellFlaw],
 ) -> list[Finding]:
-    """Run the rules, leaving out what an earlier stage already said about the same cell."""
+    """Broken rules, leaving out what an earlier stage already said about the same cell."""
     names = _Rows(contract, table)
-    frame = _frame(table)
     said = {(flaw.row, flaw.column) for flaw in flaws if flaw.row >= 0}
-    results = run_rules(contract.name, frame, rules, context)
     found: list[Finding] = []
     for result in sorted(results, key=lambda result: STAGE_ORDER[result.rule.stage]):
         if result.holds:

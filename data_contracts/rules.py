@@ -49,6 +49,11 @@ def rules_of(contract: Contract) -> tuple[Rule, ...]:
     return (*standard_rules(contract), *contract.rules)
 
 
+def timeless_rules(contract: Contract) -> tuple[Rule, ...]:
+    """Rules that hold at any clock and that no judgement may overrule: for files that a person plans on by hand."""
+    return tuple(rule for rule in rules_of(contract) if not (rule.releasable or rule.name.endswith("_not_future")))
+
+
 def standard_rules(contract: Contract) -> tuple[Rule, ...]:
     """Row count, presence, finiteness, names, times and key: what follows from the columns alone."""
     rules = [_row_count(contract), _row_jump()]

@@ -546,7 +546,8 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
     run = run_store(settings).find(run_id)
     accepted, config = run.path("inputs/demand/accepted.parquet"), settings.home / "forecast.json"
     if not config.exists():
-        require_newest(demand_rows(_read_parquet(accepted)))
+        rows = demand_rows(_read_parquet(accepted))
+        require_whole(rows, max(row.interval_start for row in rows))
         return accepted
     try:
         wanted = msgspec.json.decode(config.read_bytes(), type=ForecastSettings)
@@ -557,24 +558,18 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
     return run.put("inputs/demand/planned.parquet", parquet_bytes(demand_table(planned)))
 
 
-def require_newest(rows: Sequence[Demand]) -> None:
-    """Raise ValidationFailed for models and origins whose newest row is older than the newest of all.
+def require_whole(rows: Sequence[Demand], at: datetime) -> None:
+    """Raise ValidationFailed for models and origins of ``rows`` that have none for the interval that starts at ``at``.
 
     Without a forecast one interval is planned for; who has no row in it would be planned at nothing.
     """
-    last: dict[tuple[str, str], datetime] = {}
-    for row in rows:
-        key = (str(row.model), str(row.origin or ""))
-        last[key] = max(row.interval_start, last.get(key, row.interval_start))
-    newest = max(last.values(), default=None)
-    behind = {key: at for key, at in last.items() if at != newest}
-    if newest is None or not behind:
-        return
-    rule = f"has no row for the newest interval, {newest.isoformat()}: missing is not zero (a forecast would bridge it)"
-    raise ValidationFailed(
-        Violation(table="demand", row=" ".join(part for part in key if part), value=at.isoformat(), rule=rule)
-        for key, at in sorted(behind.items())
-    )
+    there = {(row.model, row.origin) for row in rows if row.interval_start == at}
+    lost = sorted({(str(row.model), str(row.origin or "")) for row in rows if (row.model, row.origin) not in there})
+    rule = f"has no row for the interval of {at.isoformat()}: missing is not zero (a forecast would bridge it)"
+    if lost:
+        raise ValidationFailed(
+            Violation(table="demand", row=" ".join(part for part in key if part), value="", rule=rule) for key in lost
+        )
 
 
 def require_source(batch: SourceBatch, minimum: float) -> None:

@@ -209,6 +209,7 @@ def test_every_bad_cell_of_every_column_is_refused_by_row_and_column(contract: C
     raw = read_bytes(text_of(header, rows).encode(), "batch.csv")
     assert raw.table is not None, raw.flaws
     report = check_table(contract, raw, context(contract), rules=rules).report
+    assert check_table(contract, raw, context(contract), rules=rules, direct=True).report == report
     said = {
         (int(one.row.split(" ")[1]), name)
         for one in report.findings

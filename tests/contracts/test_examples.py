@@ -86,9 +86,10 @@ def test_the_valid_example_is_accepted(contract: Contract) -> None:
 
 @pytest.mark.parametrize(("contract", "rule"), list(rules()))
 def test_each_rule_is_broken_by_its_example(contract: Contract, rule: Rule) -> None:
-    """The invalid example of a rule is reported under that rule, with its text and severity."""
+    """The invalid example of a rule is reported under that rule, with its text and severity; by pandas alone too."""
     table, context = broken_example(contract, rule)
     outcome = check_table(contract, table, context, rules=[rule])
+    assert check_table(contract, table, context, rules=[rule], direct=True).report == outcome.report
     mine = [finding for finding in outcome.report.findings if finding.rule == rule.name]
     assert mine, [str(finding) for finding in outcome.report.findings]
     assert all(rule.text in finding.text and finding.severity is rule.severity for finding in mine)

@@ -283,7 +283,7 @@ def test_a_model_whose_newest_interval_is_missing_is_not_planned_at_nothing(sett
     drop(settings, "demand.csv", "\n".join([*lines[:-1], lines[-1].replace(NOW.isoformat(), before)]) + "\n")
     fetch_and_gate(settings, "r1").require()
     with pytest.raises(
-        ValidationFailed, match=r"demand, qwen3-32b: has no row for the newest interval.*missing is not"
+        ValidationFailed, match=r"demand, qwen3-32b: has no row for the interval of 2026-11-29T12:00:00.*missing is not"
     ):
         planning_demand(settings, "r1", NOW)
     (settings.home / "forecast.json").write_text('{"method": "last_value"}')
