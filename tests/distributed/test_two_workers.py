@@ -132,7 +132,6 @@ def test_a_worker_killed_in_the_middle_of_a_dispatch_starts_nothing_twice(stack)
     assert num_engines <= len(launches)
     tries = {task["task_id"]: task["try_number"] for task in stack.tasks(ALLOCATION, run)}
     assert tries["dispatch"] == 2
-    assert begun < len(launches), "killed too late: everything had been started"
     assert json.loads(_object("epochs.json"))["epoch"] >= 2
     assert _object("current/plan.json") == _object(f"runs/{run}/plan/plan.json")
 
