@@ -109,20 +109,35 @@ def show(
 
 
 def _counts_of(one: dict[str, Any]) -> dict[str, int]:
-    return {"num_templates": one["num_templates"]} | {
-        name: value for name, value in one.items() if name.startswith("num_") and name != "num_configurations"
-    }
+    return {name: value for name, value in one.items() if name.startswith("num_")}
+
+
+_COLUMNS = {
+    "num_possible": "possible",
+    "num_beyond_memory": "over rho",
+    "num_infeasible": "no fit",
+    "num_replaced_by_one": "by one",
+    "num_replaced_by_two": "by two",
+    "num_kept": "kept",
+}
+_ADDED = ("num_kept_on_request", "num_vllm_extra")
 
 
 def _print_counts(counts: dict[str, dict[str, int]]) -> None:
+    """What became of every combination; narrow enough for 80 columns."""
     from rich.console import Console
     from rich.table import Table
 
-    names = list(dict.fromkeys(name for row in counts.values() for name in row))
-    table = Table("set", *(name.removeprefix("num_").replace("_", " ") for name in names))
+    table = Table("set", box=None, pad_edge=False)
+    for title in (*_COLUMNS.values(), "rows"):
+        table.add_column(title, justify="right", no_wrap=True)
     for label, row in counts.items():
-        table.add_row(label, *(f"{row.get(name, 0):,}" for name in names))
+        rows = row["num_kept"] + sum(row[name] for name in _ADDED)
+        table.add_row(label, *(f"{row[name]:,}" for name in _COLUMNS), f"{rows:,}")
     Console().print(table)
+    typer.echo(
+        "by one, by two: as good as one or two smaller ones. rows: kept, on request, or needed where only vLLM runs."
+    )
 
 
 @app.command()
