@@ -2,13 +2,17 @@
 
 Run from the project's root, the reference generator beside it::
 
-    python benchmarks/bench_allocation.py core --seeds 5 --plain
+    python benchmarks/bench_allocation.py all                      # every row below, one after the other
+    python benchmarks/bench_allocation.py core --seeds 5 --plain   # with the plain programs and the ratios
     python benchmarks/bench_allocation.py extended --seeds 5 --time-limit-s 60
-    python benchmarks/bench_allocation.py growth
-    python benchmarks/bench_allocation.py bounds --seeds 300
+    python benchmarks/bench_allocation.py growth                   # with templates, regions and models
+    python benchmarks/bench_allocation.py memory                   # 3 million columns
+    python benchmarks/bench_allocation.py bounds --seeds 300       # right or wrong, on random small instances
 
 All times are CPU seconds of one process with one thread; compiled code is warm. ``trace`` lists when the gap fell, as
-seconds:gap. The time limit is the clock's: on a loaded machine raise it. Nothing here asserts a time.
+seconds:gap; ``gap_…_s`` when it was reached for good; ``alive`` the columns left after each bound. The plain programs
+run with the same gap until ``--plain-limit-s``; one that does not end counts with what it took, as "at least". The time
+limit is the clock's: on a loaded machine raise it. Nothing here asserts a time.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from coral_tasks.optimization.mip import SolverName, available_solvers, solve_pr
 
 ORACLE = Path(__file__).resolve().parents[2] / "shared" / "oracles" / "allocation.py"
 GAPS = (1e-2, 1e-3, 1e-4)
+PLAIN = {"highs": SolverName.HIGHS, "pulp-highs": SolverName.PULP_HIGHS, "pulp-cbc": SolverName.PULP_CBC}
 
 
 def load_oracle(path: Path):
@@ -108,16 +113,18 @@ def measure(problem: AllocationProblem, *, time_limit_s: float, gap: float) -> d
         "unserved": sum(report.shortfall),
         "gap": max(0.0, state.objective - state.bound) / max(money, 1e-9),
         "trace": trace_text(state.trace, reduced, money),
-        "first_s": next((cpu - reduced for cpu, plan, _ in state.trace if plan < 3 * state.objective), np.nan),
+        "first_s": next((cpu - reduced for cpu, plan, _ in state.trace if np.isfinite(plan)), np.nan),
     }
     for wanted in GAPS:
-        row[f"gap_{wanted:g}_s"] = next(
-            (cpu - reduced for cpu, plan, bound in state.trace if plan - bound <= wanted * money), np.nan
-        )
-    row["last_columns"] = next(
-        (line.split(" of ")[0].split()[-1] for line in reversed(state.log) if "can improve" in line), "-"
-    )
+        row[f"gap_{wanted:g}_s"] = reached(state.trace, wanted * money) - reduced
+    improving = [line.split(" of ")[0].split()[-1] for line in state.log if "can improve" in line]
+    row["alive"] = ",".join(improving) or "-"
     return row
+
+
+def reached(trace: list[tuple[float, float, float]], most: float) -> float:
+    """CPU second from which the final plan is proved within ``most`` USD/h: plan against bound, not against money."""
+    return next((cpu for cpu, plan, bound in trace if plan - bound <= most), np.nan)
 
 
 def trace_text(trace: list[tuple[float, float, float]], begun: float, money: float) -> str:
@@ -151,7 +158,7 @@ def print_row(cells: dict) -> None:
     )
 
 
-def run_kind(oracle, kind: str, options) -> None:
+def run_kind(oracle, kind: str, options, solvers: list[str]) -> None:
     warm = problem_of(oracle.generate("core", seed=99))
     measure(warm, time_limit_s=20, gap=1e-4)
     for scarce in (False, True):
@@ -161,11 +168,11 @@ def run_kind(oracle, kind: str, options) -> None:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             problem = problem_of(oracle.generate(kind, scarce=scarce, seed=seed))
             row = measure(problem, time_limit_s=options.time_limit_s, gap=options.gap)
-            for solver in (SolverName.HIGHS, SolverName.PULP_CBC) if options.plain else ():
-                if solver not in available_solvers():
+            for solver in solvers:
+                if PLAIN[solver] not in available_solvers():
                     print(f"{solver} is not installed: skipped")
                     continue
-                other = plain(problem, solver, time_limit_s=options.plain_limit_s)
+                other = plain(problem, PLAIN[solver], time_limit_s=options.plain_limit_s)
                 row[f"{solver}_s"], row[f"{solver}_end"] = other["cpu_s"], other["outcome"]
                 row[f"{solver}_ratio"] = other["cpu_s"] / row["solve_s"]
             print_row({"kind": kind, "supply": "scarce" if scarce else "default", "seed": seed, **row})
@@ -179,20 +186,64 @@ def run_kind(oracle, kind: str, options) -> None:
 
 def run_growth(oracle, options) -> None:
     """More models, regions and templates; clones of the generator's with other prices and demands."""
+    clone(oracle)
+    for models, regions, nodes in [(3, 2, 2), (6, 3, 4), (6, 10, 4), (20, 10, 3), (50, 10, 3), (6, 3, 6)]:
+        instance = instance_of(oracle, models, regions, nodes)
+        row = measure(problem_of(instance), time_limit_s=options.time_limit_s, gap=options.gap)
+        print_row({"models": models, "regions": regions, "nodes": nodes, "peak_gib": peak_gib(), **row})
+
+
+def clone(oracle) -> None:
+    """Add models and regions to the generator's, up to 50 models and 10 regions."""
     names, places = list(oracle.MODELS), list(oracle.REGIONS)
     for k in range(44):
-        oracle.MODELS[f"clone-{k}"] = oracle.MODELS[names[k % 4]]
+        oracle.MODELS.setdefault(f"clone-{k}", oracle.MODELS[names[k % 4]])
     for k in range(7):
-        oracle.REGIONS[f"region-{k}"] = (1.0 + 0.03 * k, oracle.REGIONS[places[k % 2]][1])
-    everywhere, everyone = list(oracle.REGIONS), list(oracle.MODELS)
-    steps = [(3, 2, 2), (6, 3, 4), (6, 10, 4), (20, 10, 3), (50, 10, 3), (6, 3, 6)]
-    for models, regions, nodes in steps:
-        instance = oracle.generate(
-            "extended", models=everyone[:models], regions=everywhere[:regions], max_nodes=nodes, seed=0
-        )
-        row = measure(problem_of(instance), time_limit_s=options.time_limit_s, gap=options.gap)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print_row({"models": models, "regions": regions, "nodes": nodes, "peak_gib": peak, **row})
+        oracle.REGIONS.setdefault(f"region-{k}", (1.0 + 0.03 * k, oracle.REGIONS[places[k % 2]][1]))
+
+
+def instance_of(oracle, models: int, regions: int, nodes: int):
+    """An extended instance of so many models and regions, templates of up to so many nodes."""
+    return oracle.generate(
+        "extended",
+        models=list(oracle.MODELS)[:models],
+        regions=list(oracle.REGIONS)[:regions],
+        max_nodes=nodes,
+        seed=0,
+    )
+
+
+def peak_gib() -> float:
+    """Most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def run_memory(oracle, options) -> None:
+    """About 3 million columns: every template of the extended library in three regions, not reduced."""
+    problem = problem_of(oracle.generate("extended", seed=options.first_seed))
+    given = peak_gib()
+    columns = build_columns(problem, problem.usable_templates() & np.isfinite(problem.request_rate))
+    begun, now = time.process_time(), time.monotonic()
+    search = Search(
+        problem,
+        columns,
+        problem.shortfall_weight,
+        gap=options.gap,
+        deadline=now + options.time_limit_s,
+        begun=now,
+    )
+    state = search.run()
+    money, _ = search.objective_of(state.values)
+    print_row(
+        {
+            "columns": len(columns),
+            "gib_before": given,
+            "peak_gib": peak_gib(),
+            "solve_s": time.process_time() - begun,
+            "gap": max(0.0, state.objective - state.bound) / max(money, 1e-9),
+            "trace": trace_text(state.trace, begun, money),
+        }
+    )
 
 
 def run_bounds(oracle, options) -> None:
@@ -252,24 +303,26 @@ def random_instance(rng: random.Random, phases) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["core", "extended", "growth", "bounds"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["all", "core", "extended", "growth", "memory", "bounds"])
     parser.add_argument("--oracle", type=Path, default=ORACLE)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=1e-4)
     parser.add_argument("--time-limit-s", type=float, default=60.0)
-    parser.add_argument("--plain", action="store_true", help="also the whole program in HiGHS and PuLP + CBC")
+    parser.add_argument("--plain", nargs="*", choices=list(PLAIN), help="also the whole program by these, or by all")
     parser.add_argument("--plain-limit-s", type=float, default=120.0)
     parser.add_argument("--only", choices=["default", "scarce"])
     options = parser.parse_args()
+    # --plain alone means all of them
+    options.plain = list(PLAIN) if options.plain == [] else options.plain or []
     oracle = load_oracle(options.oracle)
-    if options.what == "growth":
-        run_growth(oracle, options)
-    elif options.what == "bounds":
-        run_bounds(oracle, options)
-    else:
-        run_kind(oracle, options.what, options)
+    runs = {"growth": run_growth, "memory": run_memory, "bounds": run_bounds}
+    for what in ("core", "extended", "growth", "memory", "bounds") if options.what == "all" else (options.what,):
+        if what in runs:
+            runs[what](oracle, options)
+        else:
+            run_kind(oracle, what, options, list(PLAIN) if options.what == "all" and what == "core" else options.plain)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ FEASIBILITY_TOLERANCE: Final = 1e-9
 INTEGRALITY_TOLERANCE: Final = 1e-5
 """Largest distance from a whole number that ``whole_values`` accepts."""
 
+OBJECTIVE_TOLERANCE: Final = 1e-6
+"""Relative difference allowed between a stated objective and the one recomputed from the solution."""
 LEAST_STEP: Final = 1e-7
 """Relative rise of a bound that a listener hears of."""
 
@@ -223,10 +225,8 @@ def solve_arrays(
     if the answer is to repeat. Raises SolverFault on a status that is not named acceptable.
     """
     begun = time.monotonic()
-    highs = _new_highs()
     settings: dict[str, object] = {
         "threads": threads,
-        "time_limit": float(max(time_limit_s, 0.01)),
         "mip_rel_gap": gap,
         "mip_abs_gap": absolute_gap,
         "mip_feasibility_tolerance": FEASIBILITY_TOLERANCE,
@@ -234,6 +234,23 @@ def solve_arrays(
         "dual_feasibility_tolerance": FEASIBILITY_TOLERANCE,
         **(options or {}),
     }
+    for start in (start_values, None):
+        left = max(0.01, begun + time_limit_s - time.monotonic())
+        highs = _prepared_highs(program, {**settings, "time_limit": left}, start, listener)
+        highs.run()
+        result = _judge_highs(highs, program, wall_s=time.monotonic() - begun)
+        if start is None or _states_its_objective(program, result):
+            break
+    return result
+
+
+def _prepared_highs(
+    program: ArrayProgram,
+    settings: dict[str, object],
+    start_values: NDArray[np.float64] | None,
+    listener: SolveListener | None,
+) -> Any:
+    highs = _new_highs()
     for name, value in settings.items():
         highs.setOptionValue(name, value)
     highs.passModel(_highs_model(program))
@@ -241,8 +258,19 @@ def solve_arrays(
         _set_start(highs, start_values)
     if listener is not None:
         _listen(highs, listener)
-    highs.run()
-    return _judge_highs(highs, program, wall_s=time.monotonic() - begun)
+    return highs
+
+
+def _states_its_objective(program: ArrayProgram, result: MipResult) -> bool:
+    """Whether the stated objective is that of the stated solution.
+
+    HiGHS 1.16 may give a start another objective once presolve has merged columns, and then calls it optimal; without
+    the start it solves such a program rightly.
+    """
+    if result.values is None or result.objective is None:
+        return True
+    recomputed = float(program.cost @ result.values)
+    return abs(recomputed - result.objective) <= OBJECTIVE_TOLERANCE * max(1.0, abs(recomputed))
 
 
 def _listen(highs: Any, listener: SolveListener) -> None:
