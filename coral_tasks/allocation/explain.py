@@ -156,6 +156,7 @@ def explain_plan(problem: AllocationProblem, plan: AllocationPlan, *, time_limit
         *_ban_sentences(bans),
         *_short_sentences(short),
         *_limit_sentences(plan),
+        *_slo_sentences(plan),
         *_rule_sentences(prober),
         *problem.notes,
         *_excluded_sentences(problem),
@@ -206,11 +207,14 @@ def _share_sentences(shares: tuple[Share, ...]) -> Iterator[str]:
 
 def _headline(prober: _Prober) -> Iterator[str]:
     proof = prober.plan.certificate
-    yield (
-        f"The plan costs {proof.cost_usd_per_hour:.2f} USD/h, start-up charge {proof.startup_usd_per_hour:.2f};"
-        f" no plan that serves as much costs less than {proof.bound_usd_per_hour:.2f}"
-        f" (proved, gap {proof.gap:.3%}, {proof.status.value.replace('_', ' ')})."
-    )
+    costs = f"The plan costs {proof.cost_usd_per_hour:.2f} USD/h, start-up charge {proof.startup_usd_per_hour:.2f};"
+    if proof.bound_usd_per_hour <= 0 and proof.status is SolveStatus.TIME_LIMIT:
+        yield f"{costs} how much less another plan might cost is not known: the time limit came before any proof."
+    else:
+        yield (
+            f"{costs} no plan that serves as much costs less than {proof.bound_usd_per_hour:.2f}"
+            f" (proved, gap {proof.gap:.3%}, {proof.status.value.replace('_', ' ')})."
+        )
     kept = sum(row.num_kept for row in prober.plan.instances)
     count = sum(row.count for row in prober.plan.instances)
     stopped = int(prober.problem.running.count.sum()) - kept
@@ -509,6 +513,17 @@ def _limit_sentences(plan: AllocationPlan) -> Iterator[str]:
         by_limit.setdefault(template.limited_by, []).append(what)
     for limit in sorted(by_limit):
         yield f"Limited by {_LIMIT_TEXT[limit]}: {', '.join(sorted(by_limit[limit]))}."
+
+
+def _slo_sentences(plan: AllocationPlan) -> Iterator[str]:
+    """A plan rests on one SLO for each model: what another one costs takes templates that are not there."""
+    limits = {template.model: template.slo for template in plan.templates}
+    if limits:
+        listed = ", ".join(f"{m} {slo.ttft_s:g} s and {slo.tpot_s:g} s/token" for m, slo in sorted(limits.items()))
+        yield (
+            f"SLO: {listed}. The library holds templates of one SLO for each model, so what one step tighter or looser"
+            " costs cannot be read from it: build a library with the other SLO, plan with it, compare the costs."
+        )
 
 
 def _rule_sentences(prober: _Prober) -> Iterator[str]:

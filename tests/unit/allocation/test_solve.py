@@ -198,3 +198,21 @@ def test_explanation_adds_up(pair):
         assert total == pytest.approx(plan.certificate.cost_usd_per_hour)
     assert "The plan costs 7.00 USD/h" in told.sentences[0]
     assert "3 instances: 0 run already, 3 start, 0 stop." in told.sentences
+
+
+def test_explanation_says_that_nothing_is_proved(pair):
+    """A plan of no time at all has no bound, and the first sentence says so instead of stating 0.00."""
+    problem = pair.problem()
+    plan = solve_allocation(problem, time_limit_s=1e-6)
+    first = explain_plan(problem, plan, time_limit_s=0.0).sentences[0]
+    assert plan.certificate.bound_usd_per_hour == 0
+    assert first.startswith("The plan costs 7.00 USD/h")
+    assert "the time limit came before any proof" in first
+
+
+def test_explanation_says_what_the_library_cannot_tell_of_slos(pair):
+    """The library of the fixture holds one SLO, 1 s and 0.1 s/token: the explanation names it and says what to do."""
+    problem = pair.problem()
+    told = "\n".join(explain_plan(problem, solve_allocation(problem, gap=1e-9), time_limit_s=0.0).sentences)
+    assert "SLO: m 1 s and 0.1 s/token." in told
+    assert "what one step tighter or looser costs cannot be read from it" in told
