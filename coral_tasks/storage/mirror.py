@@ -40,10 +40,11 @@ class Mirror:
     store: ObjectStore
     folder: Path
 
-    def pull(self, prefixes: Iterable[str], *, keep_newer: bool = False) -> Seen:
+    def pull(self, prefixes: Iterable[str], *, keep_newer: bool = False, strays: bool = False) -> Seen:
         """Bring every object under the prefixes here, as far as it is not here yet; raises StorageFault.
 
-        ``keep_newer``: files here that changed after their object stay, for onlookers beside live work.
+        ``keep_newer``: files here that changed after their object stay, for onlookers beside live work. ``strays``:
+        files here that the store lacks count as new, so that ``push`` hands over what killed work had finished.
         """
         listed = [
             info
@@ -54,7 +55,8 @@ class Mirror:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = dict(zip((info.key for info in listed), pool.map(self._fetch, listed), strict=True))
         present = {key: token for key, token in found.items() if token}
-        return Seen(tokens=present, digests={key: self._digest(key) for key in self._names(prefixes)})
+        names = [key for key in self._names(prefixes) if key in present or not strays]
+        return Seen(tokens=present, digests={key: self._digest(key) for key in names})
 
     def _is_newer(self, info: ObjectInfo) -> bool:
         try:

@@ -1,6 +1,6 @@
 """Metrics of this home, printed once or served to Prometheus, and the frame of logs and times around a task's work.
 
-Joins views, agents and ``observability``. Reads only, apart from ``runs/<run>/timing/<task>.json``. A part that cannot
+Joins views, agents and ``observability``. Reads only, apart from ``runs/<run>/timing/``. A part that cannot
 be read becomes the metric ``coral_unreadable``, so that one broken file does not blind the rest.
 """
 
@@ -41,8 +41,10 @@ def configure_logs(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def task(settings: Settings, name: str, run_id: str | None) -> Iterator[None]:
+def task(settings: Settings, name: str, run_id: str | None, part: str = "") -> Iterator[None]:
     """Log a task's begin and end with its ids; keep how long its work took in the run, unless that is sealed.
+
+    ``part``: tells the parts of a mapped task apart, which write at the same time, on several machines too.
 
     Lines go where the caller sends them (Airflow: the task's log); as JSON they go to standard error, which Airflow
     puts into the task's log line by line.
@@ -62,7 +64,7 @@ def task(settings: Settings, name: str, run_id: str | None) -> Iterator[None]:
         seconds = round(time.monotonic() - begun, 3)
         _LOG.info("done", extra={"seconds": seconds})
         if run_id is not None:
-            _keep_time(settings.home / "runs" / run_id, name, seconds)
+            _keep_time(settings.home / "runs" / run_id, f"{name}.{part}" if part else name, seconds)
 
 
 def _allow_children() -> None:
@@ -192,12 +194,16 @@ def _newest_change(folder: Path) -> float:
 
 
 def _timing(metrics: Metrics, runs: list[Path]) -> None:
-    known: set[str] = set()
+    """Of each task the longest part, in the newest run that has it."""
+    found: dict[str, float] = {}
     for folder in runs[:5]:
+        longest: dict[str, float] = {}
         for path in sorted(folder.glob("timing/*.json")):
-            if path.stem not in known:
-                known.add(path.stem)
-                metrics.put("coral_task_duration_seconds", json.loads(path.read_bytes())["seconds"], path.stem)
+            name, seconds = path.name.split(".")[0], float(json.loads(path.read_bytes())["seconds"])
+            longest[name] = max(seconds, longest.get(name, 0.0))
+        found = {**longest, **found}
+    for name, seconds in sorted(found.items()):
+        metrics.put("coral_task_duration_seconds", seconds, name)
 
 
 def _gate(metrics: Metrics, runs: list[Path]) -> None:

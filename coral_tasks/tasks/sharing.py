@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -43,7 +44,8 @@ def shared[**P, R](*areas: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(work)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             settings, run_id = Settings(), _run_of(args)
-            with observing.task(settings, work.__name__, run_id), _on_newest_state(settings, run_id, areas):
+            frame = observing.task(settings, work.__name__, run_id, _part_of(args))
+            with _on_newest_state(settings, run_id, areas), frame:
                 return work(*args, **kwargs)
 
         run.shared_areas = areas  # type: ignore[attr-defined]
@@ -59,23 +61,31 @@ def _run_of(args: Sequence[Any]) -> str | None:
     return first if isinstance(first, str) else None
 
 
+def _part_of(args: Sequence[Any]) -> str:
+    """A name for what else than its run a task was given: tells the parts of a mapped task apart."""
+    rest = args[1:] if args and isinstance(args[0], str) else args
+    return hashlib.sha256(repr(rest).encode()).hexdigest()[:12] if rest else ""
+
+
 @contextlib.contextmanager
 def _on_newest_state(settings: Settings, run_id: str | None, areas: Sequence[str]) -> Iterator[None]:
     if not settings.shared:
         yield
         return
-    prefixes = [*(f"{area}/" for area in areas), *([f"runs/{run_id}/"] if run_id else [])]
     mirror = _mirror(settings)
+    state, run = [f"{area}/" for area in areas], [f"runs/{run_id}/"] if run_id else []
     with _alone(settings.home, areas):
-        seen = mirror.pull(prefixes)
+        seen_state, seen_run = mirror.pull(state), mirror.pull(run, strays=True)
         try:
             yield
         except BaseException:
             # gate reports and quarantined batches of a refused run are what a person needs to see
             with contextlib.suppress(CoralError):
-                mirror.push(prefixes, seen)
+                mirror.push(run, seen_run)
+                mirror.push(state, seen_state)
             raise
-        mirror.push(prefixes, seen)
+        mirror.push(run, seen_run)
+        mirror.push(state, seen_state)
 
 
 def _mirror(settings: Settings) -> Mirror:

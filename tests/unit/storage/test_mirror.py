@@ -74,6 +74,17 @@ def test_debris_of_killed_work_gives_way_to_the_store(store, tmp_path) -> None:
     assert (dead.folder / "current/plan.json").read_text(encoding="utf-8") == "of the retry"
 
 
+def test_what_killed_work_had_finished_is_handed_over_by_the_next(store, tmp_path) -> None:
+    """A whole file that the store lacks goes there with ``strays``; else it stays, since it may be deleted there."""
+    mirror = _mirror(store, tmp_path / "home")
+    _write(mirror.folder, "runs/r/plan.json", "finished, then killed")
+    _write(mirror.folder, "dispatch/1.json", "deleted in the store long ago")
+    seen_run, seen_state = mirror.pull(["runs/r/"], strays=True), mirror.pull(["dispatch/"])
+    assert mirror.push(["runs/r/"], seen_run) == ("runs/r/plan.json",)
+    assert mirror.push(["dispatch/"], seen_state) == ()
+    assert store.get("runs/r/plan.json") == b"finished, then killed"
+
+
 def test_an_onlooker_leaves_files_of_live_work_alone(store, tmp_path) -> None:
     """What changed here after its object stays; what is missing or older comes."""
     mirror = _mirror(store, tmp_path / "home")

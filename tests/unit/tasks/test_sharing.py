@@ -63,6 +63,26 @@ def test_what_a_failed_task_wrote_is_handed_over_too(machines) -> None:
     assert _read({"run": "r"}) == ["bad", "bad"]
 
 
+@shared()
+def _mapped(run_id: str, table: str) -> None:
+    home = Settings().home
+    (home / "runs" / run_id).mkdir(parents=True, exist_ok=True)
+    (home / "runs" / run_id / f"{table}.txt").write_text(table, encoding="utf-8")
+
+
+def test_parts_of_a_mapped_task_do_not_get_in_each_others_way(machines, tmp_path) -> None:
+    """Each part keeps its own time; parts on two machines hand over without a conflict, in any order."""
+    machines("one")
+    _mapped("r", "demand")
+    machines("two")
+    _mapped("r", "prices")
+    machines("one")
+    _mapped("r", "demand")
+    stored = sorted(path.name for path in (tmp_path / "store" / "runs" / "r").rglob("*") if path.is_file())
+    assert len(stored) == 4
+    assert [name for name in stored if name.startswith("_mapped.")] == stored[:2]
+
+
 def test_failures_are_seen_on_every_machine(machines) -> None:
     """The message of a failed task is kept in the shared run."""
     machines("one")
@@ -81,7 +101,8 @@ def test_keys_and_configuration_are_never_shared(machines, tmp_path) -> None:
     _note("r", "x")
     sharing.pull_for_page(Settings())
     stored = {path.relative_to(tmp_path / "store").as_posix() for path in (tmp_path / "store").rglob("*")}
-    assert stored == {".lock", "runs", "runs/r", "runs/r/note.txt", "current", "current/note.txt"}
+    kept = {name for name in stored if "timing" not in name}
+    assert kept == {".lock", "runs", "runs/r", "runs/r/note.txt", "current", "current/note.txt"}
 
 
 def test_forgotten_runs_do_not_come_back(machines) -> None:
