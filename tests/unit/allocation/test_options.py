@@ -264,3 +264,17 @@ def test_vllm_only_is_costed(world):
     world.template("m", "a", {"L4x1": 1}, 1.0).template("m", "a", {"A10x1": 1}, 2.0, Runtime.HYBRID).ask("m", 2.0)
     _, text = solved(world.pool(EAST, "L4x1", 1.0, 9).pool(EAST, "A10x1", 1.0, 9), startup_factor=0.0)
     assert "Without runtimes other than vllm the plan would cost 1.00 USD/h more." in text
+
+
+def test_limit_that_no_surviving_column_is_under(world):
+    """Model m has prefill only and drops out; the spot limit on it then holds nothing, and n still gets its 6 nodes.
+
+    The budget of 6 USD buys 6 nodes of 0.04 requests/s for n.
+    """
+    world.template("m", "p", {"L4x1": 1}, 0.4).template("m", "p", {"A10x1": 1}, 0.4)
+    world.template("n", "a", {"L4x1": 1}, 0.04)
+    world.ask("m", 0.5).ask("n", 7.3).pool(EAST, "L4x1", 1.0, 8).pool(EAST, "A10x1", 0.7, 1, Market.SPOT)
+    problem = world.problem(model_rules=(ModelRules(model="m", max_spot_share=0.5),), budget_usd_per_hour=6.0)
+    plan = solve_allocation(problem, time_limit_s=20.0, gap=1e-6)
+    assert {row.template.split("/")[0]: row.count for row in plan.instances} == {"n": 6}
+    assert short(plan) == {"m": 0.5, "n": 7.3 - 6 * 0.04}
