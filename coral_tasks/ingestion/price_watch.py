@@ -140,6 +140,11 @@ def state_from_json(content: Any, source: str) -> dict[str, Anchor]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{source} is no price watch state: {error}"
         raise StorageFault(message) from error
+    odd = sorted(pool for pool, one in state.items() if not 0 <= one.price_usd_per_hour < float("inf"))
+    if odd:
+        # a pool whose anchor is no price would never fire again
+        message = f"{source} is no price watch state: no price of {', '.join(odd)}"
+        raise StorageFault(message)
     if not known_format:
         message = f"{source} is a price watch state of format {content['format']}; this code reads {FORMAT}"
         raise StorageFault(message)

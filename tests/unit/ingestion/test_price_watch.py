@@ -97,6 +97,9 @@ def test_state_survives_a_round_trip_and_foreign_files_are_refused() -> None:
         {"format": 1},
         {"format": 9, "pools": {}},
         {"format": 1, "pools": {"a": ["x", 1, 0]}},
+        {"format": 1, "pools": {"a": [float("nan"), True, 0]}},
+        {"format": 1, "pools": {"a": [float("inf"), True, 0]}},
+        {"format": 1, "pools": {"a": [-1.0, True, 0]}},
     ):
         with pytest.raises(StorageFault, match=r"f\.json"):
             state_from_json(content, "f.json")
@@ -106,3 +109,42 @@ def test_settings_check_themselves() -> None:
     """The share for arming again lies below the share that fires."""
     with pytest.raises(ValidationFailed, match="rearm must be below threshold"):
         WatchSettings(threshold=0.05, rearm=0.05)
+
+
+@pytest.mark.parametrize("start", [0.1, 0.3, 0.8048, 1.0, 10.49264, 98.32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_drift_to_the_threshold_is_quiet_and_a_hair_beyond_it_fires(start: float, sign: int) -> None:
+    """In ten steps to exactly a tenth, whatever binary fractions make of it; the next thousandth fires once."""
+    steps = [start * (1 + sign * 0.01 * k) for k in range(11)]
+    beyond = start * (1 + sign * 0.1001)
+    assert run([*steps, beyond, beyond]) == [False] * 11 + [True, False]
+
+
+def test_a_price_that_hovers_at_the_threshold_fires_once() -> None:
+    """Back and forth over the line: the first crossing moves the anchor, and near it nothing fires."""
+    assert run([1.0, *([1.099, 1.101] * 20)]).count(True) == 1
+
+
+def gone_and_back(values: list[float | None]) -> list[bool]:
+    """As ``run``, with None where the source has no price."""
+    anchors: dict[str, Anchor] = {}
+    fired = []
+    for value in values:
+        result = watch(anchors, [] if value is None else [price(value)], [POOL], SETTINGS)
+        assert result.unpriced == ((POOL,) if value is None else ())
+        anchors = dict(result.anchors)
+        fired.append(result.fired)
+    return fired
+
+
+def test_a_price_that_vanishes_and_comes_back_is_held_against_the_one_before() -> None:
+    """The same price again is quiet, another one fires once; absent from the start it is a first sight."""
+    assert gone_and_back([1.0, None, None, 1.0, 1.05]) == [False] * 5
+    assert gone_and_back([1.0, None, 1.2, 1.2]) == [False, False, True, False]
+    assert gone_and_back([None, 1.0, None, 1.0]) == [False] * 4
+
+
+def test_checks_without_a_price_are_not_calm_ones() -> None:
+    """After a firing the pool is armed by three prices near the anchor, not by silence."""
+    assert gone_and_back([1.0, 1.15, None, None, None, None, 1.0]) == [False, True, *[False] * 5]
+    assert gone_and_back([1.0, 1.15, 1.15, None, 1.15, None, 1.15, 1.0])[-1]
