@@ -25,7 +25,7 @@ from coral_tasks.domain.plan import AllocationPlan
 from coral_tasks.settings import Settings
 from coral_tasks.tasks import demo, dispatching, local_fleet
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LIBRARY, ALLOCATION = "coral_template_library", "coral_allocation"
 
@@ -110,13 +110,13 @@ def test_the_nightly_dag_ends_right_on_two_workers(stack) -> None:
 def test_a_worker_killed_in_the_middle_of_a_dispatch_starts_nothing_twice(stack) -> None:
     """The other worker takes the run up and ends it: every engine of the plan runs once and was started once."""
     run = _unpause(stack, ALLOCATION)
-    running = wait_for("the dispatch to run", lambda: _running(stack, run, "dispatch"), limit_s=300)
+    running = wait_for("the dispatch to run", lambda: _running(stack, run, "dispatch"), limit_s=600)
     victim = stack.worker_of(int(running["pid"]))
     wait_for("the first engines", lambda: _launches(stack), limit_s=120, every_s=0.02)
     stack.kill_worker(victim)
     killed_at, begun = time.monotonic(), sum(_launches(stack).values())
 
-    assert stack.finish(ALLOCATION, run, limit_s=400) == "success"
+    assert stack.finish(ALLOCATION, run, limit_s=600) == "success"
     launches, num_engines = _launches(stack), _engines(stack)
     plan = msgspec.json.decode(_object(f"runs/{run}/plan/plan.json"), type=AllocationPlan)
     fleet = dispatching.observe(stack.home / "agents.toml", stack.home / "keys").fleet
@@ -153,7 +153,7 @@ def test_a_new_worker_takes_part_in_the_next_run(stack) -> None:
     shutil.rmtree(stack.root / missing[0])
     stack.start_worker(missing[0])
     stack.trigger(ALLOCATION, "manual__joined", reason="a worker joined")
-    assert stack.finish(ALLOCATION, "manual__joined", limit_s=400) == "success"
+    assert stack.finish(ALLOCATION, "manual__joined", limit_s=600) == "success"
     plan = msgspec.json.decode(_object("runs/manual__joined/plan/plan.json"), type=AllocationPlan)
     fleet = dispatching.observe(stack.home / "agents.toml", stack.home / "keys").fleet
     assert len(fleet.instances) == sum(row.count for row in plan.instances)
