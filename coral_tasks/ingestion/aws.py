@@ -237,30 +237,49 @@ class AwsAvailability:
         types = sorted({offer.machine_type for offer in self.offers})
         client = self.clients("ec2", region)
         filters = [{"Name": "instance-type", "Values": types}]
-        return {
-            str(entry["InstanceType"]): int(entry["VCpuInfo"]["DefaultVCpus"])
-            for entry in _pages(client, "describe_instance_types", "InstanceTypes", Filters=filters)
-        }
+        found = _pages(client, "describe_instance_types", "InstanceTypes", Filters=filters)
+        return dict(
+            _whole(
+                "an instance type", entry, lambda one: (str(one["InstanceType"]), int(one["VCpuInfo"]["DefaultVCpus"]))
+            )
+            for entry in found
+        )
 
     def _quotas(self, region: str) -> dict[str, float]:
         client = self.clients("service-quotas", region)
         found = _pages(client, "list_service_quotas", "Quotas", ServiceCode="ec2")
-        return {str(entry["QuotaCode"]): float(entry["Value"]) for entry in found}
+        read = [_whole("a quota", entry, lambda one: (str(one["QuotaCode"]), float(one["Value"]))) for entry in found]
+        odd = [code for code, value in read if not 0 <= value < math.inf]
+        if odd:
+            message = f"availability: AWS gives no number of vCPUs for quota {', '.join(odd)}"
+            raise SourceFault(message)
+        return dict(read)
 
     def _reserved(self, region: str) -> dict[str, int]:
         client = self.clients("ec2", region)
         filters = [{"Name": "state", "Values": ["active"]}]
         counts: dict[str, int] = {}
         for entry in _pages(client, "describe_capacity_reservations", "CapacityReservations", Filters=filters):
-            name = str(entry["InstanceType"])
-            counts[name] = counts.get(name, 0) + int(entry["TotalInstanceCount"])
+            name, count = _whole(
+                "a reservation", entry, lambda one: (str(one["InstanceType"]), int(one["TotalInstanceCount"]))
+            )
+            counts[name] = counts.get(name, 0) + count
         return counts
+
+
+def _whole[Read](kind: str, entry: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Read:
+    """What ``read`` takes from an entry of an answer. Raises SourceFault if a field is absent or no number."""
+    try:
+        return read(entry)
+    except (KeyError, ValueError, TypeError) as error:
+        message = f"availability: {kind} in AWS's answer is not whole: {error!r}"
+        raise SourceFault(message) from error
 
 
 def _from_quotas(machine_type: str, vcpus: int, quotas: Mapping[str, float]) -> dict[Market, int]:
     family = machine_type[:1].upper()
     codes = {market: code for (name, market), code in QUOTA_CODES.items() if name == family}
-    return {market: int(quotas[code] // vcpus) for market, code in codes.items() if code in quotas}
+    return {market: int(quotas[code] // max(vcpus, 1)) for market, code in codes.items() if code in quotas}
 
 
 def _available(
@@ -288,11 +307,13 @@ def _summed(rows: Sequence[NodeAvailability]) -> list[NodeAvailability]:
 def _pages(client: Any, operation: str, key: str, **arguments: Any) -> list[Any]:
     """Entries of all pages. Raises SourceFault if a call fails, hangs or a page lacks its list."""
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         pages = list(client.get_paginator(operation).paginate(**arguments))
-    except (BotoCoreError, ClientError, OSError, ValueError) as error:
-        message = f"aws {operation}: {error}"
+    except (BotoCoreError, ClientError, ResponseParserError, OSError, ValueError) as error:
+        # the parser's message holds the whole answer
+        message = f"aws {operation}: {str(error)[:500]}"
         raise SourceFault(message) from error
     lost = [number for number, page in enumerate(pages, start=1) if key not in page]
     if lost:

@@ -129,9 +129,10 @@ class S3PrefixSource:
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         try:
             return call()
-        except (BotoCoreError, ClientError) as error:
-            message = f"{self.table}: s3://{self.bucket}/{self.prefix}: {error}"
+        except (BotoCoreError, ClientError, ResponseParserError, OSError) as error:
+            message = f"{self.table}: s3://{self.bucket}/{self.prefix}: {str(error)[:500]}"
             raise SourceFault(message) from error

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ QUOTAS = {
 }
 
 Answer = tuple[int, str]
+CUT = 299
+"""Stands for a 200 whose body ends before the length that its head states."""
 
 
 class Cloud(BaseHTTPRequestHandler):
@@ -82,6 +85,13 @@ class Cloud(BaseHTTPRequestHandler):
         type(self).calls[operation] = type(self).calls.get(operation, 0) + 1
         status, text = type(self).script(operation, type(self).calls[operation], body)
         data = text.encode()
+        if status == CUT:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data) + 500))
+            self.end_headers()
+            self.wfile.write(data)
+            self.close_connection = True
+            return
         self.send_response(status)
         self.send_header("Content-Type", "application/x-amz-json-1.1" if target else "text/xml")
         self.send_header("Content-Length", str(len(data)))
@@ -250,3 +260,127 @@ def test_prices_of_moto_are_read_and_refused_by_the_gate(monkeypatch: pytest.Mon
     ]
     report = check_table(contract, contract.table(rows), replace(GateContext(now=NOW), previous=known)).report
     assert [finding.rule for finding in report.findings] == ["price_usd_per_hour_jump"]
+
+
+OPERATIONS = {
+    "GetProducts": ("PriceList", {"PriceList": ['{"product": {}}']}),
+    "ListServiceQuotas": ("Quotas", {"Quotas": [{"QuotaCode": "L-DB2E81BA"}]}),
+    "DescribeSpotPriceHistory": (
+        "SpotPriceHistory",
+        SPOT_SECOND.replace("<spotPrice>0.275600</spotPrice>", ""),
+    ),
+    "DescribeInstanceTypes": ("InstanceTypes", TYPES.replace("<defaultVCpus>4</defaultVCpus>", "")),
+    "DescribeCapacityReservations": (
+        "CapacityReservations",
+        RESERVED.replace("<totalInstanceCount>2</totalInstanceCount>", ""),
+    ),
+}
+"""By operation: the list it must have, and an answer whose entry lacks a field."""
+
+
+def aws_source(operation: str, address: str) -> AwsPrices | AwsAvailability:
+    """The source that calls the operation."""
+    kind = AwsPrices if operation in ("GetProducts", "DescribeSpotPriceHistory") else AwsAvailability
+    return kind(offers=OFFERS, regions=("us-east-2",), clients=client_factory(endpoint_url=address, read_s=0.3))
+
+
+def faulty(operation: str, kind: str) -> Answer:
+    """An answer of the operation that is none."""
+    is_json = operation in ("GetProducts", "ListServiceQuotas")
+    entry = OPERATIONS[operation][1]
+    error = (
+        json.dumps({"__type": "ThrottlingException", "message": "slow down"})
+        if is_json
+        else "<Response><Errors><Error><Code>Throttled</Code><Message>slow down</Message></Error></Errors></Response>"
+    )
+    whole = healthy(operation, 1, "")[1]
+    answers: dict[str, Answer] = {
+        "429": (429, error),
+        "500": (500, error),
+        "refused": (403, error),
+        "cut": (CUT, whole[: len(whole) // 2]),
+        "half of a document": (200, whole[: len(whole) // 2]),
+        "a web page": (200, "<html><body>502 Bad Gateway</body>"),
+        "an entry without its field": (200, json.dumps(entry) if is_json else str(entry)),
+    }
+    return answers[kind]
+
+
+FAULTS = ["429", "500", "refused", "cut", "half of a document", "a web page", "an entry without its field"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", [*FAULTS, "hangs"])
+def test_no_fault_of_any_aws_call_becomes_a_shorter_table(
+    cloud: Any, monkeypatch: pytest.MonkeyPatch, operation: str, kind: str
+) -> None:
+    """Price list, spot history, quotas, machine sizes and reservations: each fault of each ends the whole fetch."""
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+    def script(called: str, number: int, body: str) -> Answer:
+        if called != operation:
+            return healthy(called, number, body)
+        if kind == "hangs":
+            time.sleep(0.6)
+            return healthy(called, number, body)
+        return faulty(operation, kind)
+
+    cloud[0].script = staticmethod(script)
+    with pytest.raises(SourceFault, match=r"aws |AWS"):
+        aws_source(operation, cloud[1])(NOW)
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """An S3 with one object; ``fault``: what is wrong with which of the two calls."""
+
+    fault: tuple[str, str] = ("", "")
+
+    def do_GET(self) -> None:
+        call = "list" if "list-type=2" in self.path else "get"
+        listing = (
+            "<ListBucketResult><Contents><Key>demand/a.csv</Key><Size>5</Size>"
+            "<LastModified>2026-11-29T11:00:00.000Z</LastModified></Contents></ListBucketResult>"
+        )
+        text, status, length = listing if call == "list" else "a,b\n1", 200, None
+        where, kind = type(self).fault
+        if where == call:
+            if kind == "hangs":
+                time.sleep(0.6)
+            status = {"429": 429, "500": 500, "503": 503, "refused": 403}.get(kind, 200)
+            text = "<Error><Code>SlowDown</Code></Error>" if status != 200 else text
+            length = len(text) + 100 if kind == "cut" else None
+            text = {"a web page": "<html>", "cut": text[: len(text) // 2]}.get(kind, text)
+        self.send_response(status)
+        self.send_header("Content-Length", str(length or len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["list", "get"])
+@pytest.mark.parametrize("kind", ["429", "500", "503", "refused", "cut", "hangs", "a web page"])
+def test_no_fault_of_an_s3_call_becomes_an_older_or_shorter_file(
+    monkeypatch: pytest.MonkeyPatch, call: str, kind: str
+) -> None:
+    """Listing and reading: each fault is named with the bucket; an object of another length is not taken."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+    class Faulty(Bucket):
+        fault = (call, kind)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Faulty)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        client = client_factory(endpoint_url=address, read_s=0.3)("s3", "us-east-1")
+        with pytest.raises(SourceFault, match=r"demand: .*s3://plans/demand/"):
+            S3PrefixSource(table="demand", bucket="plans", prefix="demand/", client=client)(NOW)
+    finally:
+        server.shutdown()
+        server.server_close()
