@@ -12,19 +12,23 @@ A point: {"kind": "point", "phase", "sequences", "tokens", "status": "ok" | "oom
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OUT_OF_MEMORY = ("out of memory", "kv cache", "can't allocate", "cannot allocate")
 
 
 def main(job_path: str, out_path: str) -> int:
     """Measure every point of the job. Returns 0 if the engine started, whatever its points did."""
+    end_with_parent()
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     # In this process, so that each step can be timed from here.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -36,6 +40,12 @@ def main(job_path: str, out_path: str) -> int:
             report(out, {"kind": "point", **point, **measure(engine, job, point, number)})
         report(out, {"kind": "end"})
     return 0
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the runner dies, even killed: an engine left behind holds the device."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def report(out: Any, line: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from coral_tasks.catalog import load_catalog
@@ -443,3 +445,17 @@ def test_a_damaged_manifest_is_a_storage_fault(tmp_path: Path, text: str) -> Non
     (folder / "manifest.json").write_text(text, encoding="utf-8")
     with pytest.raises(StorageFault, match=str(tmp_path)):
         read_profiles(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_an_engine_does_not_outlive_a_killed_runner() -> None:
+    """A runner that is killed cannot clean up after itself; the kernel ends its engine."""
+    engine = "from coral_tasks.profiling.engine_child import *; end_with_parent(); print(os.getpid(), flush=True); "
+    runner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {engine + 'time.sleep(100)'!r}])"
+    with subprocess.Popen([sys.executable, "-c", runner], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        process.wait(10)
+        psutil.wait_procs([found], timeout=30)
+        assert not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
