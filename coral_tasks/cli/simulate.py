@@ -81,6 +81,7 @@ def compare(
     router: Annotated[str, typer.Option(help="weighted_round_robin or least_loaded.")] = "weighted_round_robin",
     measured: Annotated[Path | None, typer.Option(help="helix only: folder with Helix's measured files.")] = None,
     slowdown: Annotated[float, typer.Option(help="Stages take this many times their profiled time.")] = 1.0,
+    planner: Annotated[list[str] | None, typer.Option(help="Baseline to compare with; repeat. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
     time_limit_s: Annotated[float, typer.Option(help="Limit of one solve.")] = 60.0,
     *,
@@ -104,6 +105,7 @@ def compare(
         router=router,
         measured=measured,
         slowdown=slowdown,
+        planners=tuple(planner) if planner else comparing.ALL_PLANNERS,
     )
     console = Console(stderr=True)
     runs = {

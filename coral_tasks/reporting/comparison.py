@@ -55,14 +55,16 @@ def _headline(coral: Mapping[str, Any], comparison: Mapping[str, Any]) -> list[F
     return found
 
 
-def _ratio_table(baselines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    names = ("cost_ratio", "paper_cost_ratio", "goodput_ratio", "paper_goodput_ratio")
-    columns = ["baseline", "its cost / ours", "paper", "our goodput / its", "paper"]
-    return columns, [[str(row["name"]), *(_number(row[name]) for name in names)] for row in baselines]
+def _ratio_table(baselines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str | float]]]:
+    kinds = ("cost_ratio", "goodput_ratio", "cost_per_goodput_ratio")
+    words = ("its cost / ours", "our goodput / its", "its cost per goodput / ours")
+    names = [name for kind in kinds for name in (kind, f"paper_{kind}")]
+    columns = ["baseline", *(column for word in words for column in (word, "paper"))]
+    return columns, [[str(row["name"]), *(_number(row.get(name)) for name in names)] for row in baselines]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _number(value: float | None) -> str | float:
+    return "–" if value is None else float(value)
 
 
 def _planner_table(planners: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str | float]]]:

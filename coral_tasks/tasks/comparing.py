@@ -42,8 +42,12 @@ if TYPE_CHECKING:
     from coral_tasks.simulation import RequestTrace, SimulationResult
 
 CASES: Final = ("default", "scarce", "large-heavy", "small-heavy")
+ALL_PLANNERS: Final = ("homo", "cauchy", "homo-whole", "cauchy-whole", "melange")
 SUPPLY: Final = {"default": 12.0, "scarce": 3.5, "large-heavy": 12.0, "small-heavy": 12.0}
 """Hourly value of all nodes on offer over the cheapest plan's by unit cost, as in the project's allocation oracle."""
+
+MELANGE_SLICES: Final = 2
+"""Slices of each of Mélange's four length buckets: eight for each model and phase, as its source cuts a bucket."""
 
 type Progress = Callable[[str], None]
 
@@ -105,7 +109,7 @@ class CompareRequest:
     seed: int = 0
     time_limit_s: float = 60.0
     gap: float = 1e-4
-    planners: tuple[str, ...] = ("homo", "cauchy", "homo-whole", "cauchy-whole", "melange")
+    planners: tuple[str, ...] = ALL_PLANNERS
     library: Mapping[str, Any] = field(default_factory=lambda: {"latency_split": "equal"})
     slowdown: float = 1.0
     router: str = "weighted_round_robin"
@@ -119,6 +123,9 @@ class CompareRequest:
             raise UnknownName(kind="case", name=self.case, known=CASES)
         if self.arrivals not in ("poisson", "trace"):
             raise UnknownName(kind="arrivals", name=self.arrivals, known=["poisson", "trace"])
+        for planner in self.planners:
+            if planner not in ALL_PLANNERS:
+                raise UnknownName(kind="planner", name=planner, known=ALL_PLANNERS)
         if self.router not in ("weighted_round_robin", "least_loaded"):
             raise UnknownName(kind="router", name=self.router, known=["weighted_round_robin", "least_loaded"])
 
@@ -604,12 +611,16 @@ def _run_planner(world: World, name: str, trace: RequestTrace) -> PlannerOutcome
 
 def _solve(problem: AllocationProblem, name: str, request: CompareRequest) -> AllocationPlan:
     from coral_tasks.allocation.solve import solve_allocation
-    from coral_tasks.baselines import PLANNERS
+    from coral_tasks.baselines import PLANNERS, plan_melange
+    from coral_tasks.baselines.melange import length_buckets
 
     if name == "coral":
         return solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap)
     if name not in PLANNERS:
         raise UnknownName(kind="planner", name=name, known=["coral", *PLANNERS])
+    if name == "melange":
+        shapes = {one.model.id: length_buckets(one.shape) for one in _setup(request).models}
+        return plan_melange(problem, buckets=shapes, num_slices=MELANGE_SLICES)
     return PLANNERS[name](problem)
 
 
@@ -769,7 +780,11 @@ def _notes(request: CompareRequest, setup: Setup) -> tuple[str, ...]:
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
-    """Plain values: planners with cost, goodput, attainment; ratios beside the paper's; solve_seconds of Coral."""
+    """Plain values: planners with cost, goodput, attainment; ratios beside the paper's; solve_seconds of Coral.
+
+    ``cost_per_goodput_ratio``: USD per request within its limits, the baseline's over Coral's. A baseline that leaves
+    demand out looks cheap by cost alone.
+    """
     paper = PAPER_FIGURES.get((comparison.request.setup, comparison.request.case), {})
     return {
         "setup": comparison.request.setup,
@@ -819,6 +834,10 @@ def _outcome_json(outcome: PlannerOutcome) -> dict[str, Any]:
     return row
 
 
+def _product(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one * other
+
+
 def _ratio_json(coral: PlannerOutcome, other: PlannerOutcome, paper: PaperFigure) -> dict[str, Any]:
     goodput = None
     if coral.result is not None and other.result is not None and other.result.goodput_requests_per_s > 0:
@@ -827,6 +846,8 @@ def _ratio_json(coral: PlannerOutcome, other: PlannerOutcome, paper: PaperFigure
         "name": other.name,
         "cost_ratio": other.usd_per_hour / coral.usd_per_hour if coral.usd_per_hour > 0 else None,
         "goodput_ratio": goodput,
+        "cost_per_goodput_ratio": _product(other.usd_per_hour / max(coral.usd_per_hour, 1e-12), goodput),
+        "paper_cost_per_goodput_ratio": _product(paper.cost_ratio, paper.goodput_ratio or 1.0),
         "paper_cost_ratio": paper.cost_ratio,
         "paper_goodput_ratio": paper.goodput_ratio,
     }

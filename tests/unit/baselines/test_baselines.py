@@ -1,6 +1,7 @@
 """Homo, Cauchy and Mélange on problems small enough to work out by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from coral_tasks.allocation.check import check_plan
 from coral_tasks.allocation.options import AllocationOptions
 from coral_tasks.allocation.problem import AllocationProblem, Running, TemplateArrays, Zone
 from coral_tasks.baselines import PLANNERS, plan_cauchy, plan_homo, plan_melange
-from coral_tasks.domain.models import LatencySlo
+from coral_tasks.baselines.melange import LengthBucket, length_buckets
+from coral_tasks.domain.errors import ValidationFailed
+from coral_tasks.domain.models import LatencySlo, RequestShape
 from coral_tasks.domain.names import LatencySplit, Market, Phase, Runtime
 from coral_tasks.domain.profiles import LimitedBy
 from coral_tasks.domain.templates import NodeCombination, Placement, ServingTemplate, Stage
@@ -131,6 +134,43 @@ def test_melange_mixes_kinds_of_one_node():
     one = problem(templates, price=(0.4, 1.0), available=(9, 9), demand=[7.0])
     plan = plan_melange(one, num_slices=7)
     assert rows(plan) == {("t0", "r0"): 1, ("t1", "r0"): 2, ("t2", "r0"): 1}
+
+
+def test_melange_packs_buckets_of_unequal_length():
+    """Half the requests are three times as long as the others: the same tokens, so the same load, cut into more pieces.
+
+    6 requests/s of mean 2 output tokens: 3 of 1 token and 3 of 3 tokens. An L4 makes 2 tokens/s, so it carries 2 of the
+    short or 2/3 of the long ones: 1.5 + 4.5 = 6 nodes, as many as 6 requests/s of mean length need.
+    """
+    templates = [(0, 0, (0, 1), 100.0), (0, 1, (0, 1), 2.0)]
+    one = problem(templates, price=(0.4, 1.0), available=(9, 9), demand=[6.0])
+    one = replace(one, prompt_tokens=np.array([10.0]), output_tokens=np.array([2.0]))
+    buckets = {one.models[0]: [LengthBucket(share=0.5, prompt_tokens=10, output_tokens=o) for o in (1, 3)]}
+    for given in (None, buckets):
+        plan = plan_melange(one, buckets=given, num_slices=12)
+        assert rows(plan) == {("t0", "r0"): 1, ("t1", "r0"): 6}
+        assert plan.shortfalls == ()
+
+
+def test_buckets_keep_the_means_of_their_shape():
+    """Four quarters whose mean prompt and answer are the shape's own; answers without spread are all alike."""
+    shape = RequestShape(mean_prompt_tokens=100, p95_prompt_tokens=300, mean_output_tokens=20, p95_output_tokens=20)
+    found = length_buckets(shape)
+    assert sum(one.share for one in found) == 1.0
+    assert sum(one.share * one.prompt_tokens for one in found) == pytest.approx(100)
+    assert {round(one.output_tokens, 6) for one in found} == {20.0}
+    short, long = sorted({one.prompt_tokens for one in found})
+    # spread s = 0.9318 for p95 = 3 means: the mean below the median is 2 Phi(-s) of the whole
+    assert (short, long) == pytest.approx((2 * 0.17573 * 100, 2 * 0.82427 * 100), rel=2e-3)
+
+
+def test_bucket_shares_must_add_up():
+    """Shares of 0.5 and 0.4 are refused by model."""
+    templates = [(0, 0, (0, 1), 100.0), (0, 1, (0, 1), 3.0)]
+    one = problem(templates, price=(0.4, 1.0), available=(9, 9), demand=[6.0])
+    shares = [LengthBucket(share=share, prompt_tokens=1, output_tokens=1) for share in (0.5, 0.4)]
+    with pytest.raises(ValidationFailed, match="shares must add up to 1"):
+        plan_melange(one, buckets={one.models[0]: shares})
 
 
 def test_melange_leaves_out_pipelines():

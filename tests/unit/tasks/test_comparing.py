@@ -34,7 +34,7 @@ def test_demand_mixes_keep_the_total_and_lean_as_they_say():
 
 def test_comparison_is_complete_and_the_same_twice(tmp_path):
     """Every planner gets cost, goodput and ratio, requests add up, the page is written, and a rerun gives the same."""
-    request = CompareRequest(work=tmp_path, num_epochs=2, epoch_s=20.0, startup_s=5.0, library=SMALL)
+    request = CompareRequest(work=tmp_path, num_epochs=2, epoch_s=20.0, startup_s=5.0, library=SMALL, supply=40.0)
     summary, path = compare_and_report(request)
     again, _ = compare_and_report(request)
     for one in (summary, again):
@@ -46,7 +46,9 @@ def test_comparison_is_complete_and_the_same_twice(tmp_path):
     coral, *baselines = summary["planners"]
     for row, ratio in zip(baselines, summary["baselines"], strict=True):
         assert ratio["cost_ratio"] == pytest.approx(row["usd_per_hour"] / coral["usd_per_hour"])
-        assert row["planned_usd_per_hour"] >= coral["planned_usd_per_hour"] - 1e-6
+        # A baseline that leaves more of the demand out may well cost less.
+        if row["shortfall_requests_per_s"] <= coral["shortfall_requests_per_s"] + 1e-9:
+            assert row["planned_usd_per_hour"] >= coral["planned_usd_per_hour"] - 1e-6
     for row in summary["planners"]:
         counts = {name: sum(model["outcomes"].values()) for name, model in row["models"].items()}
         assert counts == {name: sum(coral["models"][name]["outcomes"].values()) for name in counts}
