@@ -1,17 +1,15 @@
-"""Child processes that live as long as this one: each leads a group of its own, and none outlives its starter.
+"""Child processes that live as long as this one: each leads a session of its own, and none outlives its starter.
 
-Owns starting, watching and ending. ``guardian.py`` ends the groups even if this process is killed with -9, which no
-handler in it could do; and whole groups, since a component's own children know nothing of its end.
+Owns starting, watching and ending. ``guardian.py`` ends the sessions even if this process is killed with -9, which no
+handler in it could do; and whole sessions, since a component's own children know nothing of its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +46,7 @@ class ChildGroups:
         environment: Mapping[str, str],
         user: str | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a program as leader of a new group, its output appended to ``log``. Raises OSError."""
+        """Start a program as leader of a new session, its output appended to ``log``. Raises OSError."""
         with log.open("ab") as sink:
             child = subprocess.Popen(  # noqa: S603
                 list(words),
@@ -74,28 +72,22 @@ class ChildGroups:
         return {name: child for name, child in self._children.items() if child.poll() is None}
 
     def end(self, name: str, *, at_once: bool = False) -> None:
-        """End one child and its group; ``at_once`` kills."""
-        child = self._children.pop(name)
-        self._end([child], (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL))
+        """End one child and all that it started; ``at_once`` kills."""
+        self._end([self._children.pop(name)], grace_s=0.0 if at_once else self._grace_s)
 
     def end_all(self) -> None:
-        """Terminate all groups, kill what is left after the grace. A second Ctrl-C does not leave half of them."""
+        """Ask all to end, kill what is left after the grace. A second Ctrl-C does not leave half of them."""
         children = list(self._children.values())
         self._children.clear()
         with _uninterrupted():
-            self._end(children, (signal.SIGTERM, signal.SIGKILL))
+            self._end(children, grace_s=self._grace_s)
             with contextlib.suppress(BrokenPipeError):
                 self._guardian.communicate()
 
-    def _end(self, children: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
-        for sent in signals:
-            deadline = time.monotonic() + self._grace_s
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, sent)
-            for child in children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(timeout=max(0.1, deadline - time.monotonic()))
+    def _end(self, children: Sequence[subprocess.Popen[bytes]], *, grace_s: float) -> None:
+        guardian.end_sessions([child.pid for child in children], grace_s=grace_s)
+        for child in children:
+            child.wait()
         with contextlib.suppress(BrokenPipeError):  # a dead guardian is in charge of nothing
             for child in children:
                 self._tell(f"-{child.pid}")

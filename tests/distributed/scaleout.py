@@ -206,13 +206,7 @@ class Stack:
 
     def kill_worker(self, name: str) -> None:
         """Kill a worker and everything it started, as the loss of its machine would."""
-        pids = _descendants(self.workers[name].pid)
         self.children.end(name, at_once=True)
-        for pid in pids:
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                continue
 
 
 COMPONENTS_WITH_HEALTH = ("metadatabase", "scheduler", "triggerer", "dag_processor")

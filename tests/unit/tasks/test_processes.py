@@ -17,12 +17,13 @@ from coral_tasks.tasks.processes import ChildGroups
 FAMILY = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.SIG_DFL)
-os.fork()
+if not os.fork():
+    os.setpgid(0, 0)
 with open(sys.argv[1], "a") as file:
     file.write(f"{os.getpid()}\\n")
 time.sleep(100)
 """
-"""A leader and a child of its own, as a server with workers; "deaf" ones ignore SIGTERM."""
+"""A leader and a child in a group of its own, as Airflow's tasks have; "deaf" ones ignore SIGTERM."""
 
 STARTER = f"""
 import os, sys, time
@@ -103,7 +104,7 @@ def test_a_child_that_ends_by_itself_is_named_with_its_status(tmp_path) -> None:
         assert children.ended() == ("short", 5)
 
 
-def test_a_group_that_was_let_go_is_not_touched() -> None:
+def test_a_session_that_was_let_go_is_not_touched() -> None:
     """The guardian ends only what it is still in charge of: a number may belong to somebody else by then."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) as other:
         told = f"+{other.pid}\n-{other.pid}\n"
