@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
+import re
 import resource
 import statistics
 import sys
@@ -117,8 +118,8 @@ def measure(problem: AllocationProblem, *, time_limit_s: float, gap: float) -> d
     }
     for wanted in GAPS:
         row[f"gap_{wanted:g}_s"] = reached(state.trace, wanted * money) - reduced
-    improving = [line.split(" of ")[0].split()[-1] for line in state.log if "can improve" in line]
-    row["alive"] = ",".join(improving) or "-"
+    improving = [re.search(r"(\d+) of \d+ columns can improve", line) for line in state.log]
+    row["alive"] = ",".join(found[1] for found in improving if found) or "-"
     return row
 
 
@@ -202,14 +203,15 @@ def clone(oracle) -> None:
         oracle.REGIONS.setdefault(f"region-{k}", (1.0 + 0.03 * k, oracle.REGIONS[places[k % 2]][1]))
 
 
-def instance_of(oracle, models: int, regions: int, nodes: int):
-    """An extended instance of so many models and regions, templates of up to so many nodes."""
+def instance_of(oracle, models: int, regions: int, nodes: int, supply: float | None = None):
+    """An extended instance of so many models and regions, templates of up to so many nodes, and so much supply."""
     return oracle.generate(
         "extended",
         models=list(oracle.MODELS)[:models],
         regions=list(oracle.REGIONS)[:regions],
         max_nodes=nodes,
         seed=0,
+        supply=supply,
     )
 
 
@@ -219,8 +221,9 @@ def peak_gib() -> float:
 
 
 def run_memory(oracle, options) -> None:
-    """About 3 million columns: every template of the extended library in three regions, not reduced."""
-    problem = problem_of(oracle.generate("extended", seed=options.first_seed))
+    """About 3 million columns: every template of the extended library in six regions, not reduced."""
+    clone(oracle)
+    problem = problem_of(instance_of(oracle, models=6, regions=6, nodes=6, supply=30.0))
     given = peak_gib()
     columns = build_columns(problem, problem.usable_templates() & np.isfinite(problem.request_rate))
     begun, now = time.process_time(), time.monotonic()

@@ -48,7 +48,7 @@ MAX_ROUNDS: Final = 60
 POOR_GAP: Final = 0.05
 FIRST_COLUMNS: Final = 120
 FIRST_NODES: Final = 10
-"""A first plan this far from the bound is improved at once by a small program over the best columns."""
+"""A plan this far from the bound after column generation is improved by a small program over the best columns."""
 MAX_TIGHT_ROUNDS: Final = 40
 CHOOSE_EVERY: Final = 5
 CHOOSE_ROUNDS: Final = (9, 19, 39)
@@ -254,10 +254,10 @@ class Search:
         if not self.done():
             self.offer(self.master.choose(time_limit_s=max(0.1, self.time_left()), max_nodes=50))
             self.state.note("best combination of plans")
-        if not self.done() and self.current_gap() > POOR_GAP:
-            self._solve_small(self.ranked_columns()[:FIRST_COLUMNS], max_nodes=FIRST_NODES, proves=False)
         if not self.done():
             self.tighten(up, down)
+        if not self.done() and self.current_gap() > POOR_GAP:
+            self._solve_small(self.ranked_columns()[:FIRST_COLUMNS], max_nodes=FIRST_NODES, proves=False)
 
     def tighten(self, up: Grid, down: Grid) -> None:
         """Column generation again where a model's own plan may not exceed supply: a better bound where it is scarce."""
