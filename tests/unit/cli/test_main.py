@@ -11,7 +11,7 @@ from coral_tasks import cli
     ("name", "value", "told"),
     [
         ("CORAL_HEADROOM", "2", "setting CORAL_HEADROOM=2: Input should be less than or equal to 1"),
-        ("CORAL_MODE", "x", "setting CORAL_MODE=x: Input should be 'advisory' or 'auto'"),
+        ("CORAL_MODE", "x", "setting CORAL_MODE=x: Input should be 'advisory', 'approve' or 'auto'"),
         ("CORAL_RUNTIMES", "vllm", 'error parsing value for field "runtimes"'),
         ("CORAL_RUNTIMES", '["triton"]', "setting CORAL_RUNTIMES.0=triton: Input should be 'vllm' or 'hybrid'"),
     ],
