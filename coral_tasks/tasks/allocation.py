@@ -53,7 +53,7 @@ def open_run(run_id: str, params: Mapping[str, Any], triggers: Sequence[opening.
     return run_id
 
 
-@shared()
+@shared("cache")
 def ingest(run_id: str, table: str) -> str:
     """Copy one input into the run's folder; the path of its record."""
     settings = Settings()
@@ -173,7 +173,9 @@ def _demand(settings: Settings, run: Run) -> Path:
     wanted = opening.given_params(run).models
     if not wanted:
         return path
-    rows = [row for row in demand_rows(read_file(path).table) if row.model in wanted]
+    # Zero is stated, not left out: the others may run, and a running model without demand is an error of the input.
+    found = demand_rows(read_file(path).table)
+    rows = [row if row.model in wanted else replace(row, requests_per_s=0.0) for row in found]
     return run.put("inputs/demand/some_models.parquet", parquet_bytes(demand_table(rows)))
 
 

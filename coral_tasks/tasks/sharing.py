@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coral_tasks.storage.mirror import Mirror
 
 AREAS: Final = ("current", "dispatch", "measurements", "quarantine", "routing")
-"""Folders of ``CORAL_HOME`` that several runs write, besides ``runs/<run id>``."""
+"""Folders of ``CORAL_HOME`` that several runs write and the page shows, besides ``runs/<run id>``."""
 
 PAGE_RUNS: Final = 300
 """Newest runs that the page looks at (``views.MAX_RUNS``)."""
