@@ -29,6 +29,7 @@ from data_contracts.suite import RuleResult, applicable, run_directly, run_rules
 
 _SHOWN_NAMES: Final = 12
 _HINTED: Final = 100
+_SHOWN_LENGTH: Final = 200
 
 
 class Verdict(StrEnum):
@@ -231,7 +232,7 @@ def _of_cell(contract: Contract, flaw: CellFlaw, names: _Rows) -> Finding:
         table=contract.name,
         row=names.of(flaw.row) if flaw.row >= 0 else "",
         column=flaw.column,
-        value=repr(flaw.value) if flaw.value else "",
+        value=_cut(repr(flaw.value)) if flaw.value else "",
         rule=flaw.rule,
         text=flaw.text,
         severity=Severity.WARNING if flaw.warning else Severity.CRITICAL,
@@ -254,8 +255,13 @@ def _shown(value: object) -> str:
         return ""
     if isinstance(value, datetime):
         return value.isoformat()
-    text = str(value)
+    text = _cut(str(value))
     return text if text.isprintable() else repr(text)
+
+
+def _cut(text: str) -> str:
+    """A value as it is shown: a cell may hold a megabyte."""
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}… ({len(text)} characters)"
 
 
 def _judge(
@@ -308,7 +314,7 @@ def _cell(value: object) -> str:
         return "NaN"
     if isinstance(value, datetime):
         return value.isoformat()
-    return "empty" if value is None else repr(value)
+    return "empty" if value is None else _cut(repr(value))
 
 
 def _findings(contract: Contract, result: RuleResult, rows: Iterable[int], cells: _Cells) -> list[Finding]:

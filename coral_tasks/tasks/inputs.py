@@ -37,6 +37,8 @@ ArrowTable = Any
 
 INPUT_TABLES: Final = ("demand", "prices", "availability", "running")
 _REFERENCE_INTERVAL_S: Final = 300.0
+MAX_TOLD: Final = 1000
+"""Violations of one table that an error message holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,13 +507,16 @@ def _summary(reports: Sequence[GateReport], quarantined: Mapping[str, str], page
 
 
 def violations_of(report: GateReport) -> list[Violation]:
-    """Critical findings as the domain's violations; the table goes with its source, a file's name most often."""
-    where = f" ({report.source})" if report.source else ""
-    return [
-        Violation(table=f"{one.table}{where}", row=one.row, value=one.value, rule=one.text)
-        for one in report.findings
-        if one.severity.value == "critical"
-    ]
+    """Critical findings as the domain's violations; the table goes with its source, a file's name most often.
+
+    A message holds the first ``MAX_TOLD`` and says how many more there are; the report has all.
+    """
+    table = f"{report.table} ({report.source})" if report.source else report.table
+    critical = [one for one in report.findings if one.severity.value == "critical"]
+    told = [Violation(table=table, row=one.row, value=one.value, rule=one.text) for one in critical[:MAX_TOLD]]
+    more = len(critical) - len(told)
+    rule = f"and {more} more violations, all in the gate's report"
+    return [*told, Violation(table=table, row="", value="", rule=rule)] if more else told
 
 
 def load_inputs(settings: Settings, run_id: str, multipliers: Mapping[str, float] | None = None) -> PlanningInputs:

@@ -146,3 +146,11 @@ def test_an_interval_in_minutes_is_a_warning() -> None:
     report = judged(changed(ROWS, interval_s=[5.0] * 3), "interval_s_jump", GateContext(now=NOW, reference=ROWS))
     assert len(report.findings) == 3
     assert report.accepted
+
+
+def test_a_cell_of_a_megabyte_is_shown_by_its_beginning() -> None:
+    """The finding says how long the value is; neither page nor log holds all of it."""
+    report = judged(changed(ROWS, model=["x" * 100_000, "b", "c"]), "model_is_name", GateContext(now=NOW))
+    (found,) = report.findings
+    assert len(str(found)) < 1000
+    assert "(100002 characters)" in found.value
