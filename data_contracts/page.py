@@ -13,7 +13,7 @@ MAX_ROWS: Final = 200
 _STYLE: Final = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;width:100%;margin:.5em 0 1.5em}td,th{border:1px solid #ccc;padding:.3em .6em;
-text-align:left;vertical-align:top;overflow-wrap:anywhere}th{background:#f3f3f3}
+text-align:left;vertical-align:top;overflow-wrap:anywhere}th{background:#f3f3f3;white-space:nowrap}
 .accepted{color:#186a3b}.accepted_with_warnings{color:#9a6700}.quarantined{color:#b3261e}
 .critical td:first-child{border-left:4px solid #b3261e}.warning td:first-child{border-left:4px solid #c99700}
 """
@@ -57,6 +57,8 @@ def _section(report: GateReport) -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     if not findings:
         return "<p>No violation.</p>"
+    counts = Counter(one.rule for one in findings)
+    by_rule = ", ".join(f"{escape(rule)} {count}" for rule, count in counts.most_common())
     head = "<tr><th>row</th><th>column</th><th>value</th><th>rule</th></tr>"
     rows = "".join(
         f'<tr class="{one.severity.value}"><td>{escape(one.row) or "whole table"}</td><td>{escape(one.column)}</td>'
@@ -64,4 +66,5 @@ def _findings(findings: Sequence[Finding]) -> str:
         for one in findings[:MAX_ROWS]
     )
     more = len(findings) - MAX_ROWS
-    return f"<table>{head}{rows}</table>" + (f"<p>… and {more} more; all are in the JSON.</p>" if more > 0 else "")
+    rest = f"<p>… and {more} more; all are in the JSON.</p>" if more > 0 else ""
+    return f"<p>By rule: {by_rule}.</p><table>{head}{rows}</table>{rest}"
