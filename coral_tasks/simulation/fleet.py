@@ -32,6 +32,7 @@ from coral_tasks.simulation.state import (
     NODE,
     OUT,
     PREFILL,
+    SET_ADMITTED,
     SET_WEIGHT,
     SLOT,
     STAGE,
@@ -254,9 +255,9 @@ def build_fleet(epochs: Sequence[PlanEpoch], trace: RequestTrace, options: Simul
     shapes = shapes_of(trace)
     lives = [life for life in lives if life.template.model in shapes]
     regions = tuple(sorted({life.region for life in lives}))
-    models = _model_rows(epochs, trace, lives, options)
+    models = _model_rows(trace, lives, options)
     instances, stages, nodes, groups, num_run = _instance_rows(trace, lives, regions, shapes, options)
-    controls = _controls(epochs, lives, shapes, options)
+    controls = _controls(epochs, lives, shapes, options) + _admissions(epochs, trace, options)
     state = State(
         models=models,
         instances=instances,
@@ -286,9 +287,18 @@ def _slot_rows(count: int) -> Records:
     return slots
 
 
-def _model_rows(
-    epochs: Sequence[PlanEpoch], trace: RequestTrace, lives: Sequence[Life], options: SimulationOptions
-) -> Records:
+def _admissions(
+    epochs: Sequence[PlanEpoch], trace: RequestTrace, options: SimulationOptions
+) -> list[tuple[float, int, int, float]]:
+    """From each epoch's start the share of each model's requests that its plan covers."""
+    return [
+        (epoch.start_s, k, SET_ADMITTED, admitted_share(epoch.plan, trace, model, options))
+        for epoch in epochs
+        for k, model in enumerate(trace.models)
+    ]
+
+
+def _model_rows(trace: RequestTrace, lives: Sequence[Life], options: SimulationOptions) -> Records:
     rows = np.zeros(len(trace.models), dtype=MODEL)
     slos = {life.template.model: life.template.slo for life in lives}
     for k, model in enumerate(trace.models):
@@ -298,18 +308,16 @@ def _model_rows(
         rows[k]["num_instances"] = len(mine)
         rows[k]["ttft_slo"] = slos[model].ttft_s if model in slos else math.inf
         rows[k]["transfer_fixed"], rows[k]["transfer_token"] = transfer.fixed_s, transfer.per_token_s
-        rows[k]["admit_share"] = admitted_share(epochs, trace, model, options)
+        rows[k]["admit_share"] = 1.0
         rows[k]["shed"] = options.shed_late
     return rows
 
 
-def admitted_share(
-    epochs: Sequence[PlanEpoch], trace: RequestTrace, model: ModelId, options: SimulationOptions
-) -> float:
-    """Share of a model's requests let in: 1 unless its first plan states a shortfall (kept for all epochs)."""
+def admitted_share(plan: AllocationPlan, trace: RequestTrace, model: ModelId, options: SimulationOptions) -> float:
+    """Share of a model's requests let in: 1 unless the plan states a shortfall of it."""
     if not options.admission:
         return 1.0
-    short = [row for row in epochs[0].plan.shortfalls if row.model == model and row.shortfall_requests_per_s > 0]
+    short = [row for row in plan.shortfalls if row.model == model and row.shortfall_requests_per_s > 0]
     count = trace.num_requests(model)
     if not short or not count or not trace.duration_s:
         return 1.0

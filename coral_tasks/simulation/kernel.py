@@ -34,6 +34,7 @@ from coral_tasks.simulation.state import (
     PREFILL,
     RUNNING,
     SCHEDULED,
+    SET_ADMITTED,
     SET_WEIGHT,
     STEP_END,
     TOO_MANY_IN_FLIGHT,
@@ -605,6 +606,9 @@ def _lose(state: State, i: int) -> None:
 
 @_compiled
 def _control(state: State, i: int, action: int, value: float) -> None:
+    if action == SET_ADMITTED:
+        state.models[i].admit_share = value
+        return
     instance = state.instances[i]
     if action == SET_WEIGHT:
         instance.weight = value

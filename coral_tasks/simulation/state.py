@@ -39,6 +39,8 @@ MAKE_READY: Final = 0
 DRAIN: Final = 1
 LOSE: Final = 2
 SET_WEIGHT: Final = 3
+SET_ADMITTED: Final = 4
+"""Share of a model's requests let in; the event's instance number is the model's."""
 
 # Why the kernel came back.
 CONTINUE: Final = 0

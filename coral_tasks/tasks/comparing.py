@@ -660,6 +660,7 @@ def _simulate(world: World, plans: Sequence[AllocationPlan], trace: RequestTrace
         timing=ProfileTimings(setup=world.setup, slowdown=world.request.slowdown),
         transfer=transfer_timings(world.setup),
         startup_s=world.request.startup_s,
+        admission_utilisation=world.request.headroom,
         shed_late=True,
         router=Router(world.request.router),
     )

@@ -349,6 +349,20 @@ def test_admission_turns_away_what_the_plan_does_not_cover():
     assert result.models[0].num_by_outcome["refused"] == pytest.approx(500, abs=1)
 
 
+def test_admission_follows_the_plan_in_force():
+    """Short of half the demand till 50 s and of nothing after it: half of the first 500 are refused, then none."""
+    short = Shortfall(model="m", required_requests_per_s=10.0, shortfall_requests_per_s=5.0)
+    prefill = template(Phase.PREFILL)
+    epochs = [
+        PlanEpoch(start_s=0.0, plan=plan((prefill, 1), shortfalls=[short])),
+        PlanEpoch(start_s=50.0, plan=plan((prefill, 2))),
+    ]
+    _, rows = run(epochs, trace(np.arange(1000) * 0.1), timing=ONE_AT_A_TIME, admission_utilisation=1.0)
+    refused = rows["outcome"] == Outcome.REFUSED
+    assert refused[:500].sum() == pytest.approx(250, abs=1)
+    assert not refused[500:].any()
+
+
 def test_late_requests_can_be_shed():
     """With shedding on, an overloaded queue drops what waited past its TTFT and the rest waits no longer than that."""
     result, rows = run(
