@@ -402,7 +402,8 @@ def _admit(state: State, g: int, decoding: int) -> int:
             continue
         need = _needs_cache(state, instance.queue_head)
         # One token of room each for those that decode: else the newcomer would be preempted at once.
-        if instance.kv_used + need + decoding > instance.kv_capacity and instance.kv_used > 0:
+        grows = decoding + (state.slots[instance.queue_head].todo == 0)
+        if instance.kv_used + need + grows > instance.kv_capacity and instance.kv_used > 0:
             break
         slot = _take_in(state, g, need)
         if prompt_tokens == 0:
@@ -495,6 +496,8 @@ def _start_step(state: State, g: int) -> None:
         group.state = IDLE
         return
     group.state = RUNNING
+    # Reserved now, as vLLM does: the instance's other groups must not take the same room while this one is under way.
+    state.instances[group.instance].kv_used += sequences
     _pass_stages(state, g, prompt_tokens, sequences, context_tokens)
 
 
@@ -508,8 +511,7 @@ def _advance(state: State, s: int, i: int) -> bool:
         if slot.todo > 0:
             return False
     else:
-        slot.held += 1
-        instance.kv_used += 1.0
+        slot.held += 1  # its room is counted as used since the step began
     slot.generated += 1
     if slot.generated == 1:
         slot.first, slot.ready = state.clock[0].now, state.clock[0].now

@@ -191,3 +191,18 @@ def test_waits_of_exponential_service_follow_m_m_c(servers, rho):
     expected = erlang_c(servers, servers * rho) * service / (servers * (1 - rho))
     assert abs(mean - expected) < 3.5 * error + step
     assert error < 0.12 * expected
+
+
+def test_groups_of_a_pipeline_never_take_the_same_room() -> None:
+    """Two stages, so two groups decode at once; room for 60 tokens in all. A group's room is taken when its step
+    begins, so that the other group cannot count on it: never more than 60 are held, and all answers end.
+    """
+    source = Fixed(
+        prefill=timing(per_prompt_token_s=1e-5, kv_capacity_tokens=400),
+        decode=timing(per_sequence_s=1e-4, kv_capacity_tokens=60, max_batch_tokens=7),
+    )
+    fleet = plan((template(Phase.PREFILL), 1), (template(Phase.DECODE, stages=2), 1))
+    result, rows = run(fleet, trace([0.0, 0.0, 0.0], prompt=2, output=[30, 36, 58]), timing=source)
+    (decode,) = [one for one in result.instances if "/decode/" in one.template]
+    assert 58 <= decode.kv_peak_tokens <= 60
+    assert result.models[0].num_by_outcome["completed"] == len(rows) == 3
