@@ -69,6 +69,9 @@ def vllm_tables(*, binding: str) -> str:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": binding,
+        # two nodes of one pipeline meet on the loopback interface
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # four processes import torch and vLLM at each load: without bytecode on disk that is most of the time
@@ -113,15 +116,20 @@ def run(agents: Bench, rows: dict[str, int], epoch: int):
 
 @pytest.mark.parametrize(
     ("rows", "nodes", "binding", "most_layers"),
-    [({"one": 1}, ["n0"], "0", 8), ({"two": 1}, ["n0", "n1"], "0|1", 5)],
+    [
+        ({"one": 1}, {"a": ["n0"]}, "0", 8),
+        ({"two": 1}, {"a": ["n0", "n1"]}, "0|1", 5),
+        ({"two": 1}, {"a": ["n0"], "b": ["n1"]}, "nobind", 5),
+    ],
+    ids=["one node", "two stages on one machine", "two agents"],
 )
 def test_a_real_engine_serves_recovers_and_drains(
-    tmp_path: Path, rows: dict[str, int], nodes: list[str], binding: str, most_layers: int
+    tmp_path: Path, rows: dict[str, int], nodes: dict[str, list[str]], binding: str, most_layers: int
 ) -> None:
-    """vLLM starts from a plan, answers, comes back after a kill, and drains without losing a request: as one node, and
-    as two pipeline stages with 3 and 5 layers.
+    """vLLM starts from a plan, answers, comes back after a kill, and drains without losing a request: as one node, as
+    two pipeline stages with 3 and 5 layers on one machine, and as the same two stages on the nodes of two agents.
     """
-    with bench(tmp_path, {"a": nodes}, tables=vllm_tables(binding=binding), engine="vllm", health_s=1.0) as agents:
+    with bench(tmp_path, nodes, tables=vllm_tables(binding=binding), engine="vllm", health_s=1.0) as agents:
         started = run(agents, rows, 1)
         assert started.converged, started.problems
         endpoint = started.routing.routes[0].endpoint
