@@ -150,11 +150,10 @@ def _strange(column: str, known: Callable[[GateContext], frozenset[str] | None])
 
 def _id_off(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """1 where the id does not begin with the row's own model and phase."""
-    pairs = zip(frame["template_id"], frame["model"], frame["phase"], strict=True)
-    off = [
-        math.nan if any(pd.isna(one) for one in row) else float(not row[0].startswith(f"{row[1]}/{row[2]}/"))
-        for row in pairs
-    ]
+    names = ["template_id", "model", "phase"]
+    missing = frame[names].isna().any(axis=1).tolist()
+    rows = zip(missing, *(frame[name].tolist() for name in names), strict=True)
+    off = [math.nan if gone else float(not one.startswith(f"{model}/{phase}/")) for gone, one, model, phase in rows]
     return pd.Series(off, index=frame.index, dtype=float)
 
 
