@@ -150,11 +150,14 @@ def test_same_input_same_bytes_whatever_the_chunks(fleet, requests) -> None:
 @given(traces(), st.integers(2, 5))
 @settings(max_examples=25, deadline=None)
 def test_slower_stages_never_finish_the_work_sooner(requests, factor) -> None:
-    """With every time of a single prefill server stretched, no request's first token comes sooner."""
+    """With every time of a single prefill server stretched, no request's first token comes sooner. One at a time: a
+    slower server that batches may cut its batches elsewhere, and a request then waits for another's prompt or does not.
+    """
     one = kit.plan((kit.template(Phase.PREFILL), 1))
     moments = []
     for stretch in (1, factor):
-        source = kit.Fixed(prefill=kit.timing(fixed_s=0.01 * stretch, per_prompt_token_s=1e-3 * stretch))
+        times = {"fixed_s": 0.01 * stretch, "per_prompt_token_s": 1e-3 * stretch}
+        source = kit.Fixed(prefill=kit.timing(**times, max_batch_sequences=1))
         lone = RequestTrace(
             models=requests.models,
             arrival_s=requests.arrival_s,
