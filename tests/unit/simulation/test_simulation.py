@@ -131,7 +131,7 @@ BOTH = Fixed(
 
 
 def test_single_request_takes_exactly_its_own_work():
-    """One lone request has TTFT of its prefill and TPOT of a batch of one, KV transfer spread over later tokens."""
+    """One lone request takes its prefill to the first token, then the hand-over and ten steps of a batch of one."""
     both = plan((template(Phase.PREFILL), 1), (template(Phase.DECODE), 1))
     transfer = {"m": TransferTiming(fixed_s=0.01, per_token_s=0.0001)}
     _, rows = run(both, trace([5.0], prompt=100, output=11), timing=BOTH, transfer=transfer)
