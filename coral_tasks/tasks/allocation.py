@@ -267,7 +267,7 @@ def record_answer(run_id: str, *, approved: bool, by: str, timed_out: bool) -> s
     return text
 
 
-@shared("dispatch", "routing")
+@shared("dispatch", "quarantine", "routing")
 def dispatch(run_id: str) -> str:
     """Bring the agents to the plan and wait for them, unless mode, a person or missing agents forbid it.
 
