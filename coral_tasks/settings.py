@@ -58,6 +58,13 @@ class Settings(BaseSettings):
     plan_max_age_s: float = Field(
         default=3600.0, gt=0, description="Age of a run at which its plan is not dispatched any more."
     )
+    slo_step: float = Field(
+        default=0.8,
+        ge=0,
+        lt=1,
+        description="Factor on both latency limits of the second set of templates that the library holds of each "
+        "model, to tell what a tighter SLO costs; 0: none, which halves the building time.",
+    )
     keep_runs: int = Field(default=600, ge=1, description="Run folders, dispatch results and task logs to keep.")
     adjustment_interval_s: float = Field(default=300.0, gt=0, description="Time between two allocation runs.")
     startup_s: float = Field(default=120.0, ge=0, description="Time from a start command to a ready instance.")

@@ -44,6 +44,13 @@ def build(
     latency_split: Annotated[str, typer.Option(help="by-phase, equal or free.")] = "by-phase",
     reduction: Annotated[str, typer.Option(help="pairs, chain or none.")] = "pairs",
     processes: Annotated[int, typer.Option(help="Processes to work with.")] = 1,
+    slo_step: Annotated[
+        float | None,
+        typer.Option(
+            help="Also build every set at this factor times its limits, so that coral explain can tell what a tighter"
+            " SLO costs; 0: do not. It doubles the building time. Default: CORAL_SLO_STEP, which is 0.8 unless set."
+        ),
+    ] = None,
     keep_versions: Annotated[int, typer.Option(help="Publications to keep.")] = 10,
     publish: Annotated[bool, typer.Option(help="Make the version current.")] = True,
     force: Annotated[bool, typer.Option(help="Publish although the regression gate refuses.")] = False,
@@ -54,12 +61,18 @@ def build(
     from coral_tasks.tasks import library as tasks
 
     options = _options(max_nodes=max_nodes, rho=rho, latency_split=latency_split, reduction=reduction)
-    tables = tasks.profile_tables(setup or Settings().setup)
+    settings = Settings()
+    step = settings.slo_step if slo_step is None else slo_step
+    tasks.check_slo_step(step)
+    name = setup or settings.setup
+    tables, tighter = tasks.profile_tables(name), tasks.profile_tables(name, step) if step else ()
     with _progress(quiet=as_json) as on_progress:
         summary = tasks.build_library(
             library_address(library),
             tables,
             options,
+            tighter=tighter,
+            slo_step=step,
             processes=processes,
             publication=tasks.Publication(publish=publish, force=force, keep_versions=keep_versions),
             on_progress=on_progress,
@@ -69,7 +82,8 @@ def build(
         return
     _print_counts(summary.counts)
     done = "published" if summary.published else "written, not published"
-    sets = f"{summary.num_sets} sets, {summary.num_reused} of them unchanged"
+    aside = f" and {summary.num_tighter} at {step:g} times their limits" if step else ""
+    sets = f"{summary.num_sets} sets{aside}, {summary.num_reused} of them unchanged"
     typer.echo(f"version {summary.version} {done}: {summary.num_templates} templates in {sets}")
 
 
@@ -106,6 +120,9 @@ def show(
     for name, value in overview["parameters"].items():
         typer.echo(f"  {name}: {value}")
     _print_counts({f"{one['model']} {one['phase']}": _counts_of(one) for one in overview["sets"]})
+    if overview["tighter"]:
+        typer.echo("One SLO step tighter, to tell what that would cost; no plan is made of these:")
+        _print_counts({f"{one['model']} {one['phase']}": _counts_of(one) for one in overview["tighter"]})
 
 
 def _counts_of(one: dict[str, Any]) -> dict[str, int]:
@@ -163,7 +180,8 @@ def diff(
 
 def _print_difference(one: Any) -> None:
     change = f"{one.num_before} → {one.num_after} templates, {one.num_gained} gained, {one.num_lost} lost"
-    typer.echo(f"{' '.join(one.name)}: {change if one.changed else f'{one.num_after} templates, unchanged'}")
+    label = f"{' '.join(one.name)}{' (tighter SLO)' if one.tighter else ''}"
+    typer.echo(f"{label}: {change if one.changed else f'{one.num_after} templates, unchanged'}")
     for shift in one.shifts:
         if (shift.smallest, shift.largest) != (1.0, 1.0):
             span = f"{shift.smallest - 1:+.2%} to {shift.largest - 1:+.2%}"

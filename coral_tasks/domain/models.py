@@ -38,6 +38,11 @@ class LatencySlo:
         """Latency budget that the stages of one instance share: TTFT in prefill, TPOT otherwise."""
         return self.ttft_s if phase is Phase.PREFILL else self.tpot_s
 
+    def times(self, factor: float) -> LatencySlo:
+        """Both limits times ``factor``, kept to 12 digits so that 0.8 x 0.1 s reads 0.08 s; the percentile stays."""
+        ttft_s, tpot_s = (float(f"{limit_s * factor:.12g}") for limit_s in (self.ttft_s, self.tpot_s))
+        return LatencySlo(ttft_s=ttft_s, tpot_s=tpot_s, percentile=self.percentile)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:

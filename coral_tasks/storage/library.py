@@ -6,7 +6,11 @@ Layout under the store::
     work/<key>/…                                 chunks of unfinished sets
     versions/<version>/_manifest.json            written last: a version without it does not exist
     versions/<version>/model=…/phase=…/….parquet
+    tighter/<version>/model=…/phase=…/….parquet  sets of the same version with an SLO one step tighter
     CURRENT.json                                 the pointer, replaced conditionally
+
+Tighter sets have a folder of their own because readers take a version's folder as one table: some pass over names with
+an underscore, but ``**/*.parquet`` in DuckDB and Polars does not, and would mix templates of two SLOs.
 
 Owns publishing, reading, checking and retention. What is in a set is ``templates``' matter; when to publish is the
 caller's, except that the regression gate is asked here, against exactly the version that would be replaced.
@@ -43,11 +47,15 @@ from data_contracts.templates import CONTRACT
 POINTER: Final = "CURRENT.json"
 PARTS: Final = "parts/"
 VERSIONS: Final = "versions/"
+TIGHTER: Final = "tighter/"
 WORK: Final = "work/"
 """Folder names below the store. The manifest starts with an underscore: Parquet readers pass over such files."""
 MANIFEST: Final = "_manifest.json"
 MAX_HISTORY: Final = 100
 POINTER_TRIES: Final = 10
+
+Part = tuple[SetEntry, bytes]
+"""A finished set: its entry and the bytes of its file."""
 
 Judge = Callable[["Library | None", "Library"], Sequence[str]]
 """Regression gate: (current or None, new) → reasons not to publish."""
@@ -55,7 +63,7 @@ Judge = Callable[["Library | None", "Library"], Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Library:
-    """One version in memory."""
+    """One version in memory, its tighter sets apart (``read_tighter``)."""
 
     manifest: Manifest
     sets: tuple[TemplateSet, ...]
@@ -78,7 +86,7 @@ def write_part(store: ObjectStore, key: str, templates: TemplateSet, counts: Map
     return entry
 
 
-def read_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
+def read_part(store: ObjectStore, key: str) -> Part | None:
     """Entry and bytes of a finished set; None if it is absent or damaged, so that it is made again."""
     head, data = store.get(f"{PARTS}{key}.json"), store.get(f"{PARTS}{key}.parquet")
     if head is None or data is None:
@@ -90,7 +98,7 @@ def read_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
     return (entry, data) if entry.sha256 == hashlib.sha256(data).hexdigest() else None
 
 
-def find_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
+def find_part(store: ObjectStore, key: str) -> Part | None:
     """A finished set from the parts, or else from the current version; None if it must be made (again).
 
     Raises StorageFault if the store is not a library, or one of a newer Coral: nothing may be built into it.
@@ -101,8 +109,8 @@ def find_part(store: ObjectStore, key: str) -> tuple[SetEntry, bytes] | None:
         return found
     try:
         manifest = read_manifest(store, pointer.current.version)
-        entries = [entry for entry in manifest.sets if entry.key == key]
-        return (entries[0], _checked_bytes(store, manifest.version, entries[0])) if entries else None
+        places = [(place, entry) for place, entry in _files(manifest).items() if entry.key == key]
+        return (places[0][1], _checked_bytes(store, *places[0])) if places else None
     except StorageFault:
         return None
 
@@ -131,7 +139,7 @@ def _entry(key: str, templates: TemplateSet, counts: Mapping[str, int], data: by
 
 
 def _encode_entry(entry: SetEntry) -> bytes:
-    return encode(_manifest_of([entry], {}))
+    return encode(_manifest_of([entry], [], {}))
 
 
 def _decode_entry(data: bytes) -> SetEntry:
@@ -141,10 +149,11 @@ def _decode_entry(data: bytes) -> SetEntry:
 # Publishing ------------------------------------------------------------------------------------------------------
 
 
-def _manifest_of(entries: Sequence[SetEntry], parameters: Mapping[str, str]) -> Manifest:
-    ordered = tuple(sorted(entries, key=lambda entry: entry.path))
+def _manifest_of(sets: Sequence[SetEntry], tighter: Sequence[SetEntry], parameters: Mapping[str, str]) -> Manifest:
+    ordered, aside = (tuple(sorted(entries, key=lambda entry: entry.path)) for entries in (sets, tighter))
     # keys, not file hashes: another Parquet writer may give other bytes for the same content
-    version = content_digest(SCHEMA_VERSION, CONTRACT.version, dict(parameters), [(e.path, e.key) for e in ordered])
+    named = [[(entry.path, entry.key) for entry in entries] for entries in (ordered, aside)]
+    version = content_digest(SCHEMA_VERSION, CONTRACT.version, dict(parameters), *named)
     return Manifest(
         format=FORMAT,
         schema_version=SCHEMA_VERSION,
@@ -152,38 +161,54 @@ def _manifest_of(entries: Sequence[SetEntry], parameters: Mapping[str, str]) -> 
         version=version,
         parameters=dict(parameters),
         sets=ordered,
+        tighter=aside,
     )
 
 
 def write_version(
-    store: ObjectStore, parts: Sequence[tuple[SetEntry, bytes]], parameters: Mapping[str, str]
+    store: ObjectStore, parts: Sequence[Part], parameters: Mapping[str, str], *, tighter: Sequence[Part] = ()
 ) -> Manifest:
     """Write an immutable version from finished sets; the manifest last. Does not make it current.
 
-    Writing a version that exists already and is whole changes nothing; a damaged one is written anew. Raises
-    StorageFault if two sets collide.
+    ``tighter``: sets with an SLO one step tighter, kept apart. Writing a version that exists already and is whole
+    changes nothing; a damaged one is written anew. Raises StorageFault if two sets collide.
     """
-    paths = [entry.path for entry, _ in parts]
-    if len(set(paths)) != len(paths) or not paths:
-        message = "a version needs at least one template set, and each only once"
-        raise StorageFault(message)
-    manifest = _manifest_of([entry for entry, _ in parts], parameters)
-    folder = f"{VERSIONS}{manifest.version}/"
+    _check_names(parts, tighter)
+    manifest = _manifest_of([entry for entry, _ in parts], [entry for entry, _ in tighter], parameters)
     existing = _whole_version(store, manifest.version)
     if existing is not None:
         return existing
-    for entry, data in parts:
-        store.put(folder + entry.path, data)
-    store.put(folder + MANIFEST, encode(manifest))
+    bytes_of = {entry.key: data for entry, data in (*parts, *tighter)}
+    for place, entry in _files(manifest).items():
+        store.put(place, bytes_of[entry.key])
+    store.put(f"{VERSIONS}{manifest.version}/{MANIFEST}", encode(manifest))
     return manifest
+
+
+def _check_names(parts: Sequence[Part], tighter: Sequence[Part]) -> None:
+    if not parts:
+        message = "a version needs at least one template set"
+        raise StorageFault(message)
+    for group in (parts, tighter):
+        paths = [entry.path for entry, _ in group]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        if twice:
+            message = f"a version holds each template set only once: {', '.join(twice)}"
+            raise StorageFault(message)
+
+
+def _files(manifest: Manifest) -> dict[str, SetEntry]:
+    """Every template file of a version by its name in the store."""
+    groups = ((VERSIONS, manifest.sets), (TIGHTER, manifest.tighter))
+    return {f"{top}{manifest.version}/{entry.path}": entry for top, entries in groups for entry in entries}
 
 
 def _whole_version(store: ObjectStore, version: str) -> Manifest | None:
     """Manifest of a version that is there with all its bytes, else None."""
     try:
         manifest = read_manifest(store, version)
-        for entry in manifest.sets:
-            _checked_bytes(store, version, entry)
+        for place, entry in _files(manifest).items():
+            _checked_bytes(store, place, entry)
     except StorageFault:
         return None
     return manifest
@@ -242,7 +267,7 @@ def current_pointer(store: ObjectStore) -> Pointer | None:
     data = store.get(POINTER)
     if data is not None:
         return decode_pointer(data, f"{store.address}/{POINTER}")
-    foreign = [info.key for info in store.list("") if not info.key.startswith((PARTS, VERSIONS, WORK))]
+    foreign = [info.key for info in store.list("") if not info.key.startswith((PARTS, VERSIONS, TIGHTER, WORK))]
     if foreign:
         message = f"{store.address} is no template library: it has no {POINTER} but holds {foreign[0]}"
         raise StorageFault(message)
@@ -298,32 +323,51 @@ def _load(
     for model in models or ():
         if model not in known:
             raise UnknownName(kind="model", name=model, known=known, table="templates")
-    wanted = [
-        entry
-        for entry in manifest.sets
-        if (models is None or entry.model in models) and (phases is None or Phase(entry.phase) in phases)
+    wanted = _places(manifest, VERSIONS, models, phases)
+    return Library(manifest=manifest, sets=tuple(_read_set(store, manifest, place) for place in wanted))
+
+
+def _places(
+    manifest: Manifest, top: str, models: Sequence[ModelId] | None, phases: Sequence[Phase] | None
+) -> list[str]:
+    return [
+        place
+        for place, entry in _files(manifest).items()
+        if place.startswith(top)
+        and (models is None or entry.model in models)
+        and (phases is None or Phase(entry.phase) in phases)
     ]
-    return Library(manifest=manifest, sets=tuple(read_set(store, manifest, entry) for entry in wanted))
 
 
-def read_set(store: ObjectStore, manifest: Manifest, entry: SetEntry) -> TemplateSet:
+def read_tighter(
+    store: ObjectStore, version: str, *, models: Sequence[ModelId] | None = None
+) -> tuple[TemplateSet, ...]:
+    """Sets of a version with an SLO one step tighter, of all or of some models.
+
+    Empty where the version was built without. A model that nothing holds at its tighter SLO has sets without rows.
+    """
+    manifest = read_manifest(store, version)
+    return tuple(_read_set(store, manifest, place) for place in _places(manifest, TIGHTER, models, None))
+
+
+def _read_set(store: ObjectStore, manifest: Manifest, place: str) -> TemplateSet:
     """One set, its bytes checked against the manifest."""
-    source = f"{store.address}/{VERSIONS}{manifest.version}/{entry.path}"
-    templates = from_parquet(_checked_bytes(store, manifest.version, entry), source)
+    entry = _files(manifest)[place]
+    source = f"{store.address}/{place}"
+    templates = from_parquet(_checked_bytes(store, place, entry), source)
     if len(templates) != entry.num_rows or templates.model != entry.model or templates.phase.value != entry.phase:
         message = f"{source} does not hold what the manifest says"
         raise StorageFault(message)
     return templates
 
 
-def _checked_bytes(store: ObjectStore, version: str, entry: SetEntry) -> bytes:
-    key = f"{VERSIONS}{version}/{entry.path}"
-    data = store.get(key)
+def _checked_bytes(store: ObjectStore, place: str, entry: SetEntry) -> bytes:
+    data = store.get(place)
     if data is None:
-        message = f"{key} is missing in {store.address}"
+        message = f"{place} is missing in {store.address}"
         raise StorageFault(message)
     if hashlib.sha256(data).hexdigest() != entry.sha256:
-        message = f"{key} in {store.address} is corrupt: its hash is not the manifest's"
+        message = f"{place} in {store.address} is corrupt: its hash is not the manifest's"
         raise StorageFault(message)
     return data
 
@@ -337,14 +381,14 @@ def find_problems(store: ObjectStore) -> tuple[str, ...]:
     if manifest is None:
         return (f"{store.address} holds no published template library",)
     problems = []
-    for entry in manifest.sets:
+    places = _files(manifest)
+    for place in places:
         try:
-            read_set(store, manifest, entry)
+            _read_set(store, manifest, place)
         except StorageFault as fault:
             problems.append(str(fault))
-    expected = {f"{VERSIONS}{manifest.version}/{entry.path}" for entry in manifest.sets}
-    expected.add(f"{VERSIONS}{manifest.version}/{MANIFEST}")
-    present = [info.key for info in store.list(f"{VERSIONS}{manifest.version}/")]
+    expected = {*places, f"{VERSIONS}{manifest.version}/{MANIFEST}"}
+    present = [info.key for top in (VERSIONS, TIGHTER) for info in store.list(f"{top}{manifest.version}/")]
     problems += [f"{key} in {store.address} is not in the manifest" for key in present if key not in expected]
     return tuple(problems)
 
@@ -367,8 +411,8 @@ def remove_old(store: ObjectStore, *, keep_versions: int, now: datetime, grace: 
     old = [info.key for prefix in (PARTS, WORK) for info in store.list(prefix) if info.modified < recent]
     versions: dict[str, list[str]] = {}
     fresh = set()
-    for info in store.list(VERSIONS):
-        version = info.key.removeprefix(VERSIONS).partition("/")[0]
+    for info in (*store.list(VERSIONS), *store.list(TIGHTER)):
+        version = info.key.split("/")[1]
         versions.setdefault(version, []).append(info.key)
         if info.modified >= recent:
             fresh.add(version)

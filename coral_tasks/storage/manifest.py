@@ -12,15 +12,19 @@ import msgspec
 from coral_tasks.domain.errors import StorageFault
 
 FORMAT: Final = "coral-template-library"
-SCHEMA_VERSION: Final = 1
-"""Raised when older readers would misunderstand a version; they refuse it by this number."""
+SCHEMA_VERSION: Final = 2
+"""Raised when older readers would misunderstand a version; they refuse it by this number.
+
+2: a version may hold tighter sets. Versions of schema 1 hold none and are read as such.
+"""
 
 
 class SetEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One template set of a version.
 
     ``key``: hash of everything the set was made from; equal keys have equal bytes. ``path``: inside the version's
-    folder. ``counts``: combinations by what became of them.
+    folder below ``versions/``, or below ``tighter/`` for a tighter set. ``counts``: combinations by what became of
+    them.
     """
 
     key: str
@@ -39,9 +43,13 @@ class SetEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     counts: dict[str, int]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything in one version: files with hashes, parameters, lineage. Holds no time, so equal inputs give
     equal bytes.
+
+    ``sets``: what plans are made of. ``tighter``: the same models and phases with an SLO one step tighter, to tell what
+    that would cost; nothing is planned on them unasked. Left out where there is none, so that a manifest of schema 1
+    keeps its bytes, and with them the hash in the pointer.
     """
 
     format: str
@@ -50,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: str
     parameters: dict[str, str]
     sets: tuple[SetEntry, ...]
+    tighter: tuple[SetEntry, ...] = ()
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -59,7 +59,10 @@ class Shift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetDifference:
-    """One (model, phase, latency limit) in two versions; a count of 0 on one side says that it is missing there."""
+    """One (model, phase, latency limit) in two versions; a count of 0 on one side says that it is missing there.
+
+    ``tighter``: whether it is compared as a tighter set, which the gate does not judge: no plan rests on it.
+    """
 
     name: SetName
     num_before: int
@@ -69,6 +72,7 @@ class SetDifference:
     gained: tuple[str, ...]
     lost: tuple[str, ...]
     shifts: tuple[Shift, ...]
+    tighter: bool = False
 
     @property
     def changed(self) -> bool:
@@ -77,10 +81,18 @@ class SetDifference:
 
 
 def compare_libraries(before: Library, after: Library) -> tuple[SetDifference, ...]:
-    """Differences of every set in either version, sorted by name."""
-    old = {_name(one): one for one in before.sets}
-    new = {_name(one): one for one in after.sets}
-    return tuple(_compare(name, old.get(name), new.get(name)) for name in sorted({*old, *new}))
+    """Differences of every set in either version that plans are made of, sorted by name."""
+    return compare_sets(before.sets, after.sets)
+
+
+def compare_sets(
+    before: Sequence[TemplateSet], after: Sequence[TemplateSet], *, tighter: bool = False
+) -> tuple[SetDifference, ...]:
+    """Differences of every set on either side, sorted by name. ``tighter``: they are tighter sets."""
+    old = {_name(one): one for one in before}
+    new = {_name(one): one for one in after}
+    names = sorted({*old, *new})
+    return tuple(replace(_compare(name, old.get(name), new.get(name)), tighter=tighter) for name in names)
 
 
 def reasons_against(differences: Sequence[SetDifference], limits: RegressionLimits) -> tuple[str, ...]:

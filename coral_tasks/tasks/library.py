@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from coral_tasks.domain.names import Phase
 
 if TYPE_CHECKING:
+    from coral_tasks.catalog.catalog import Setup
     from coral_tasks.domain.profiles import ProfileTable
     from coral_tasks.domain.template_set import TemplateSet
+    from coral_tasks.storage.library import Part
     from coral_tasks.storage.manifest import Manifest, SetEntry
     from coral_tasks.storage.objects import ObjectStore
     from coral_tasks.storage.regression import RegressionLimits, SetDifference
@@ -24,11 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSummary:
-    """What a build did. ``num_reused``: sets that nothing had changed for; ``removed``: keys deleted by retention."""
+    """What a build did. ``num_sets``, ``num_templates``, ``counts``: of the sets that plans are made of.
+
+    ``num_tighter``: sets of the tighter SLO; ``num_reused``: sets of both that nothing had changed for; ``removed``:
+    keys deleted by retention.
+    """
 
     version: str
     published: bool
     num_sets: int
+    num_tighter: int
     num_reused: int
     num_templates: int
     counts: dict[str, dict[str, int]]
@@ -52,12 +59,29 @@ class Publication:
         checks.raise_if_any()
 
 
-def profile_tables(setup: str) -> tuple[ProfileTable, ...]:
-    """Profile tables of a setup of the catalogue, from the best source there is."""
+def profile_tables(setup: str, slo_step: float = 1.0) -> tuple[ProfileTable, ...]:
+    """Profile tables of a setup of the catalogue, every SLO times ``slo_step``, from the best source there is."""
     from coral_tasks.catalog import load_catalog
     from coral_tasks.profiling import build_profile_tables
 
-    return build_profile_tables(load_catalog().setup(setup))
+    found = load_catalog().setup(setup)
+    return build_profile_tables(found if slo_step == 1 else tightened(found, slo_step))
+
+
+def tightened(setup: Setup, slo_step: float) -> Setup:
+    """The setup with both limits of every model times ``slo_step``. Raises ValidationFailed."""
+    check_slo_step(slo_step)
+    models = tuple(one._replace(slo=one.slo.times(slo_step)) for one in setup.models)
+    return dataclasses.replace(setup, models=models)
+
+
+def check_slo_step(slo_step: float) -> None:
+    """Raise ValidationFailed unless it is 0 (no tighter sets) or a factor below 1."""
+    from coral_tasks.domain.validation import Checks
+
+    checks = Checks("library")
+    checks.require(0 <= slo_step < 1, "the SLO step must be a factor between 0 and 1; 0 for none", slo_step)
+    checks.raise_if_any()
 
 
 def default_options(**changes: Any) -> BuildOptions:
@@ -128,12 +152,19 @@ def chunks_to_spread(address: str, table: ProfileTable, options: BuildOptions) -
 
 
 def keep_chunk(address: str, table: ProfileTable, options: BuildOptions, chunk: tuple[int, int] | None) -> None:
-    """Solve ``chunk``, or with None all that chunks rest on, and keep it in the store until the set is built."""
-    from coral_tasks.storage.chunks import StoredChunks
-    from coral_tasks.storage.objects import open_store
-    from coral_tasks.templates import keep_large_chunk, keep_smaller
+    """Solve ``chunk``, or with None all that chunks rest on, and keep it in the store until the set is built.
 
-    keeper = StoredChunks(open_store(address))
+    Does nothing for a set that the library has: nobody would take its chunks away again.
+    """
+    from coral_tasks.storage.chunks import StoredChunks
+    from coral_tasks.storage.library import find_part
+    from coral_tasks.storage.objects import open_store
+    from coral_tasks.templates import keep_large_chunk, keep_smaller, set_key
+
+    store = open_store(address)
+    if find_part(store, set_key(table, options)) is not None:
+        return
+    keeper = StoredChunks(store)
     if chunk is None:
         keep_smaller(table, options, keeper)
     else:
@@ -145,26 +176,23 @@ def publish_parts(
     keys: Sequence[str],
     options: BuildOptions | Mapping[Phase, BuildOptions],
     publication: Publication,
+    *,
+    tighter: Sequence[str] = (),
+    slo_step: float = 0.0,
     now: datetime | None = None,
 ) -> Manifest:
     """Join finished sets to a version and, if the regression gate lets it, make it current.
 
-    Raises StorageFault for a set that is not there, PublicationRefused with the gate's reasons.
+    ``tighter``: keys of the sets of the tighter SLO, which the gate does not judge; ``slo_step``: the factor that the
+    manifest names. Raises StorageFault for a set that is not there, PublicationRefused with the gate's reasons.
     """
-    from coral_tasks.domain.errors import StorageFault
-    from coral_tasks.storage.library import Library, find_part, publish_version, write_version
+    from coral_tasks.storage.library import Library, publish_version, write_version
     from coral_tasks.storage.objects import open_store
     from coral_tasks.storage.regression import RegressionLimits, compare_libraries, reasons_against
 
     store = open_store(address)
-    parts: list[tuple[SetEntry, bytes]] = []
-    for key in keys:
-        found = find_part(store, key)
-        if found is None:
-            message = f"template set {key} is not in {store.address}: build it first"
-            raise StorageFault(message)
-        parts.append(found)
-    manifest = write_version(store, parts, _parameters(options))
+    parameters = {**_parameters(options), "slo_step": f"{slo_step:g}" if slo_step else "none"}
+    manifest = write_version(store, _parts(store, keys), parameters, tighter=_parts(store, tighter))
     chosen = publication.limits or RegressionLimits()
 
     def judge(current: Library | None, new: Library) -> Sequence[str]:
@@ -176,21 +204,43 @@ def publish_parts(
     return manifest
 
 
+def _parts(store: ObjectStore, keys: Sequence[str]) -> list[Part]:
+    """Finished sets by their keys. Raises StorageFault for one that is not there."""
+    from coral_tasks.domain.errors import StorageFault
+    from coral_tasks.storage.library import find_part
+
+    parts = []
+    for key in keys:
+        found = find_part(store, key)
+        if found is None:
+            message = f"template set {key} is not in {store.address}: build it first"
+            raise StorageFault(message)
+        parts.append(found)
+    return parts
+
+
 def build_library(
     address: str,
     tables: Sequence[ProfileTable],
     options: BuildOptions | Mapping[Phase, BuildOptions],
     *,
+    tighter: Sequence[ProfileTable] = (),
+    slo_step: float = 0.0,
     processes: int = 1,
     publication: Publication,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> BuildSummary:
-    """Build, join and publish in one go; then delete versions beyond those to keep."""
+    """Build, join and publish in one go; then delete versions beyond those to keep.
+
+    ``tighter``: tables of the same models and phases with every SLO times ``slo_step``; none: no tighter sets.
+    """
     from coral_tasks.storage.library import remove_old
     from coral_tasks.storage.objects import open_store
 
-    keys, num_reused = build_parts(address, tables, options, processes=processes, on_progress=on_progress)
-    manifest = publish_parts(address, keys, options, publication)
+    both = (*tables, *tighter)
+    keys, num_reused = build_parts(address, both, options, processes=processes, on_progress=on_progress)
+    made, aside = keys[: len(tables)], keys[len(tables) :]
+    manifest = publish_parts(address, made, options, publication, tighter=aside, slo_step=slo_step)
     removed: tuple[str, ...] = ()
     if publication.publish:
         keep, now = publication.keep_versions, datetime.now(UTC)
@@ -199,6 +249,7 @@ def build_library(
         version=manifest.version,
         published=publication.publish,
         num_sets=len(manifest.sets),
+        num_tighter=len(manifest.tighter),
         num_reused=num_reused,
         num_templates=sum(entry.num_rows for entry in manifest.sets),
         counts={f"{entry.model} {entry.phase}": dict(entry.counts) for entry in manifest.sets},
@@ -247,6 +298,7 @@ def library_overview(address: str) -> dict[str, Any]:
         "published_at": pointer.current.published_at,
         "parameters": manifest.parameters,
         "sets": [_set_overview(entry) for entry in manifest.sets],
+        "tighter": [_set_overview(entry) for entry in manifest.tighter],
         "history": [f"{one.version} {one.published_at}" for one in pointer.history],
     }
 
@@ -255,6 +307,8 @@ def _set_overview(entry: SetEntry) -> dict[str, Any]:
     return {
         "model": entry.model,
         "phase": entry.phase,
+        "slo_ttft_s": entry.slo_ttft_s,
+        "slo_tpot_s": entry.slo_tpot_s,
         "num_templates": entry.num_rows,
         "num_configurations": len(entry.sources),
         "sources": sorted(set(entry.sources.values())),
@@ -264,22 +318,23 @@ def _set_overview(entry: SetEntry) -> dict[str, Any]:
 
 
 def show_template(address: str, wanted: str) -> str:
-    """One template of the current version, its pipeline drawn in text. Raises UnknownName."""
+    """One template of the current version, tighter sets included, drawn as a pipeline in text. Raises UnknownName."""
     from coral_tasks.domain.errors import UnknownName
     from coral_tasks.domain.names import TemplateId
-    from coral_tasks.storage.library import read_current
-    from coral_tasks.storage.objects import open_store
+    from coral_tasks.storage.library import read_current, read_tighter
     from coral_tasks.templates.drawing import draw_template
 
-    library = read_current(open_store(address))
-    for templates in library.sets:
+    store = _open(address)
+    library = read_current(store)
+    sets = (*library.sets, *read_tighter(store, library.version))
+    for templates in sets:
         if wanted.startswith(f"{templates.model}/{templates.phase.value}/"):
             try:
                 row = templates.row_of(TemplateId(wanted))
             except KeyError:
                 continue
             return draw_template(templates, row)
-    raise UnknownName(kind="template", name=wanted, known=_close_names(library.sets, wanted), table="templates")
+    raise UnknownName(kind="template", name=wanted, known=_close_names(sets, wanted), table="templates")
 
 
 def _close_names(sets: Sequence[TemplateSet], wanted: str) -> list[str]:
@@ -292,14 +347,14 @@ def _close_names(sets: Sequence[TemplateSet], wanted: str) -> list[str]:
 
 
 def diff_versions(address: str, before: str, after: str | None) -> tuple[SetDifference, ...]:
-    """Differences from version ``before`` to ``after`` (default: the current one)."""
-    from coral_tasks.storage.library import read_current, read_version
-    from coral_tasks.storage.objects import open_store
-    from coral_tasks.storage.regression import compare_libraries
+    """Differences from version ``before`` to ``after`` (default: the current one); those of tighter sets come last."""
+    from coral_tasks.storage.library import read_current, read_tighter, read_version
+    from coral_tasks.storage.regression import compare_libraries, compare_sets
 
-    store = open_store(address)
-    new = read_current(store) if after is None else read_version(store, after)
-    return compare_libraries(read_version(store, before), new)
+    store = _open(address)
+    old, new = read_version(store, before), read_current(store) if after is None else read_version(store, after)
+    aside = [read_tighter(store, one.version) for one in (old, new)]
+    return (*compare_libraries(old, new), *compare_sets(*aside, tighter=True))
 
 
 def previous_version(address: str) -> str:

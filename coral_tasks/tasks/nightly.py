@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from coral_tasks.domain.profiles import ProfileTable
     from coral_tasks.storage.manifest import Manifest
     from coral_tasks.storage.objects import ObjectStore
+    from coral_tasks.storage.runs import Run
 
 _MEASURE_S: Final = 6000.0
 """Time for the jobs of one measuring task, below its limit of two hours."""
@@ -138,13 +139,14 @@ def measure(item: Mapping[str, Any]) -> list[str]:
 def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
     """Write the profile tables of one model; for each phase the item with phase and path.
 
+    ``tighter`` is the path of the same table with both limits times the setting ``slo_step``, empty where that is 0:
+    one item carries both through all later steps, so that the second SLO adds work to the night's tasks and no tasks.
     Files in ``home/measurements`` are the best source for what they cover. Raises StorageFault if one is corrupt.
     """
     from dataclasses import replace
 
     from coral_tasks.catalog import load_catalog
     from coral_tasks.profiling import build_profiles
-    from coral_tasks.storage.profile_files import profile_to_parquet
     from coral_tasks.tasks import profiling
 
     settings = Settings()
@@ -152,14 +154,27 @@ def profile(item: Mapping[str, str]) -> list[dict[str, str]]:
     wanted = tuple(one for one in setup.models if one.model.id == item["model"])
     run = run_store(settings).open(item["run"])
     sources = profiling.measured_first(profiling.read_measurements_of(settings.home))
-    report = build_profiles(replace(setup, models=wanted), sources=sources)
+    setup = replace(setup, models=wanted)
+    report = build_profiles(setup, sources=sources)
     run.put_json(_notes_file(item["model"]), profiling.notes_of(report), replace=True)
-    written = []
-    for table in report.tables:
-        name = f"profiles/{table.model}-{table.phase.value}.parquet"
-        path = run.put(name, profile_to_parquet(table), replace=True)
-        written.append({**item, "phase": table.phase.value, "profile": str(path)})
-    return written
+    step = settings.slo_step
+    aside = build_profiles(library.tightened(setup, step), sources=sources).tables if step else ()
+    paths, tighter = _write_tables(run, report.tables, ""), _write_tables(run, aside, "-tighter")
+    return [
+        {**item, "phase": phase, "profile": path, "tighter": tighter.get(phase, "")} for phase, path in paths.items()
+    ]
+
+
+def _write_tables(run: Run, tables: Sequence[ProfileTable], ending: str) -> dict[str, str]:
+    """Path of each table's file by its phase."""
+    from coral_tasks.storage.profile_files import profile_to_parquet
+
+    return {
+        one.phase.value: str(
+            run.put(f"profiles/{one.model}-{one.phase.value}{ending}.parquet", profile_to_parquet(one), replace=True)
+        )
+        for one in tables
+    }
 
 
 def plan_templates(profiled: Sequence[Sequence[Mapping[str, str]]]) -> list[dict[str, str]]:
@@ -171,15 +186,15 @@ def plan_templates(profiled: Sequence[Sequence[Mapping[str, str]]]) -> list[dict
 
 
 def plan_large(items: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The items whose sets are large enough to be solved chunk by chunk on several workers; often none."""
+    """The items with a set that is large enough to be solved chunk by chunk on several workers; often none."""
     return [dict(item) for item in items if _chunks(item)]
 
 
 @shared()
 def keep_smaller(item: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Solve what all chunks of a large set rest on; one item for each chunk of its largest combinations."""
-    table = read_profile(Path(item["profile"]))
-    library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), None)
+    """Solve what all chunks of an item's large sets rest on; one item for each chunk of the largest combinations."""
+    for table in _tables(item):
+        library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), None)
     return [{**item, "first": first, "last": last} for first, last in _chunks(item)]
 
 
@@ -190,32 +205,41 @@ def plan_chunks(prepared: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[st
 
 @shared()
 def keep_chunk(item: Mapping[str, Any]) -> None:
-    """Solve one chunk and keep it in the library's store, where ``build_templates`` finds it."""
-    table = read_profile(Path(item["profile"]))
+    """Solve one chunk, of both SLOs, and keep it in the library's store, where ``build_templates`` finds it."""
     chunk = (int(item["first"]), int(item["last"]))
-    library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), chunk)
+    for table in _tables(item):
+        library.keep_chunk(library_address(Settings()), table, library.options_for(table.phase), chunk)
 
 
 @shared()
 def _chunks(item: Mapping[str, str]) -> list[tuple[int, int]]:
-    table = read_profile(Path(item["profile"]))
-    return library.chunks_to_spread(library_address(Settings()), table, library.options_for(table.phase))
+    """Chunks of an item's sets that the library does not have. Both SLOs have the same combinations, so the same."""
+    address = library_address(Settings())
+    found = [library.chunks_to_spread(address, one, library.options_for(one.phase)) for one in _tables(item)]
+    return sorted({chunk for chunks in found for chunk in chunks})
+
+
+def _tables(item: Mapping[str, Any]) -> list[ProfileTable]:
+    """An item's profile table and, where there is one, that of the tighter SLO."""
+    return [read_profile(Path(item[name])) for name in ("profile", "tighter") if item.get(name)]
 
 
 @shared()
 def build_templates(item: Mapping[str, str]) -> dict[str, str]:
-    """Build the template set of one profile table, unless the library has it; the item with its key."""
-    settings = Settings()
-    table = read_profile(Path(item["profile"]))
-    keys, num_reused = library.build_parts(library_address(settings), [table], library.options_for(table.phase))
-    return {**item, "key": keys[0], "reused": str(bool(num_reused))}
+    """Build the template sets of an item's profile tables, unless the library has them; the item with their keys."""
+    tables = _tables(item)
+    keys, num_reused = library.build_parts(
+        library_address(Settings()), tables, {table.phase: library.options_for(table.phase) for table in tables}
+    )
+    return {**item, "key": keys[0], "tighter_key": "".join(keys[1:]), "reused": str(num_reused == len(keys))}
 
 
 def publish(parts: Sequence[Mapping[str, str]], params: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Join the sets to a version and make it current if the regression gate agrees; version and what changed.
 
-    After a run for some models the others keep the sets of the version in force. A dry run publishes nothing and says
-    what the gate would. Raises PublicationRefused, Unavailable if there is no version to keep sets from.
+    After a run for some models the others keep the sets of the version in force, those of the tighter SLO included. A
+    dry run publishes nothing and says what the gate would. Raises PublicationRefused, Unavailable if there is no
+    version to keep sets from.
     """
     from datetime import UTC, datetime, timedelta
 
@@ -228,8 +252,15 @@ def publish(parts: Sequence[Mapping[str, str]], params: Mapping[str, Any] | None
     store = open_store(address)
     before = current_manifest(store)
     publication = library.Publication(force=given.force, publish=not given.dry_run)
-    keys = [*(part["key"] for part in parts), *_kept_keys(before, given.models, setup)]
-    manifest = library.publish_parts(address, keys, {phase: library.options_for(phase) for phase in Phase}, publication)
+    kept, kept_tighter = _kept_keys(before, given.models, setup)
+    manifest = library.publish_parts(
+        address,
+        [*(part["key"] for part in parts), *kept],
+        {phase: library.options_for(phase) for phase in Phase},
+        publication,
+        tighter=[*(part["tighter_key"] for part in parts if part["tighter_key"]), *kept_tighter],
+        slo_step=settings.slo_step,
+    )
     if not given.dry_run:
         remove_old(store, keep_versions=publication.keep_versions, now=datetime.now(UTC), grace=timedelta(days=1))
     if parts and not given.dry_run and not given.models:  # tables of some models would replace those of all
@@ -239,6 +270,7 @@ def publish(parts: Sequence[Mapping[str, str]], params: Mapping[str, Any] | None
         "changed": before is None or before.version != manifest.version,
         "published": not given.dry_run,
         "num_templates": sum(entry.num_rows for entry in manifest.sets),
+        "num_tighter": sum(entry.num_rows for entry in manifest.tighter),
         "num_reused": sum(part["reused"] == "True" for part in parts),
         "address": address,
     }
@@ -263,14 +295,15 @@ def _notes_file(model: str) -> str:
     return f"profiles/{model}.json"
 
 
-def _kept_keys(before: Manifest | None, models: Sequence[str], setup: Setup) -> list[str]:
-    """Sets of the models that were left out; those that the setup no longer has go."""
+def _kept_keys(before: Manifest | None, models: Sequence[str], setup: Setup) -> tuple[list[str], list[str]]:
+    """Sets, and tighter sets, of the models that were left out; those that the setup no longer has go."""
     if not models:
-        return []
+        return [], []
     if before is None:
         raise Unavailable("no library version is in force to keep the other models' sets from: run for all models")
     others = {str(one.model.id) for one in setup.models} - set(models)
-    return [entry.key for entry in before.sets if entry.model in others]
+    sets, tighter = ([one.key for one in group if one.model in others] for group in (before.sets, before.tighter))
+    return sets, tighter
 
 
 def _objections(store: ObjectStore, before: Manifest | None, manifest: Manifest) -> list[str]:

@@ -17,8 +17,9 @@ from coral_tasks.domain.profiles import LimitedBy, ProfileSource, ProfileTable
 from coral_tasks.tasks import library as tasks
 
 
-def _table(scale: float, phase: Phase) -> ProfileTable:
-    layers, quanta = np.arange(1, 9)[:, None], np.arange(1, 61)[None, :]
+def _table(scale: float, phase: Phase, slo_step: float = 1.0) -> ProfileTable:
+    """8 layers that take 5 quanta each on an L4 at the usual SLO, and more at a tighter one."""
+    layers, quanta = np.arange(1, 9)[:, None], np.arange(1, 61)[None, :] * slo_step
     speed = np.array([1.0, 2.5])[:, None, None] * scale
     values = np.where(quanta >= 5 * layers / speed, 100.0 * speed / layers, 0.0)
     return ProfileTable(
@@ -26,7 +27,7 @@ def _table(scale: float, phase: Phase) -> ProfileTable:
         num_layers=8,
         checkpoint_bytes=10.0,
         phase=phase,
-        slo=LatencySlo(ttft_s=1.0, tpot_s=0.05),
+        slo=LatencySlo(ttft_s=1.0, tpot_s=0.05).times(slo_step),
         shape=RequestShape(mean_prompt_tokens=9, p95_prompt_tokens=9, mean_output_tokens=9, p95_output_tokens=9),
         configurations=(NodeConfigurationId("L4x1"), NodeConfigurationId("L40Sx1")),
         node_memory_bytes=(10, 20),
@@ -35,7 +36,7 @@ def _table(scale: float, phase: Phase) -> ProfileTable:
         limited_by=np.full(values.shape, LimitedBy.LATENCY.value, np.uint8),
         sources=(ProfileSource.ANALYTIC,) * 2,
         provenance=("made up",) * 2,
-        version=f"v{scale}",
+        version=f"v{scale} {slo_step}",
     )
 
 
@@ -47,8 +48,9 @@ def run(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(
         tasks,
         "profile_tables",
-        lambda _: tuple(_table(state["scale"], phase) for phase in (Phase.PREFILL, Phase.DECODE)),
+        lambda _, step=1.0: tuple(_table(state["scale"], phase, step) for phase in (Phase.PREFILL, Phase.DECODE)),
     )
+    monkeypatch.delenv("CORAL_SLO_STEP", raising=False)
 
     def call(*arguments: str, scale: float | None = None):
         state["scale"] = state["scale"] if scale is None else scale
@@ -62,9 +64,9 @@ def test_build_show_diff_verify(run, tmp_path: Path) -> None:
     built = run("build", "--max-nodes", "3", "--json")
     assert built.exit_code == 0, built.output
     summary = json.loads(built.stdout)
-    assert (summary["num_sets"], summary["num_reused"]) == (2, 0)
+    assert (summary["num_sets"], summary["num_tighter"], summary["num_reused"]) == (2, 2, 0)
     again = json.loads(run("build", "--max-nodes", "3", "--json").stdout)
-    assert (again["version"], again["num_reused"]) == (summary["version"], 2)
+    assert (again["version"], again["num_reused"]) == (summary["version"], 4)
 
     shown = run("show")
     assert summary["version"] in shown.output
@@ -84,6 +86,47 @@ def test_build_show_diff_verify(run, tmp_path: Path) -> None:
     verified = run("verify")
     assert verified.exit_code == 0
     assert "whole" in verified.output
+
+
+def test_a_tighter_slo_is_built_beside_the_own_one(run) -> None:
+    """By default both limits times 0.8: shown apart, drawn, and compared; another step changes these sets only."""
+    run("build", "--max-nodes", "2")
+    overview = json.loads(run("show", "--json").stdout)
+    assert overview["parameters"]["slo_step"] == "0.8"
+    assert [(one["slo_ttft_s"], one["slo_tpot_s"]) for one in overview["sets"]] == [(1.0, 0.05)] * 2
+    assert [(one["slo_ttft_s"], one["slo_tpot_s"]) for one in overview["tighter"]] == [(0.8, 0.04)] * 2
+    assert "One SLO step tighter" in run("show").output
+    # 8 layers at 5 quanta each need 40 of 60; at 0.8 times the limits 60 quanta last as long as 48 did.
+    assert "TPOT 40 ms at 99 %" in run("show", "toy/decode/40ms/1*L4x1/vllm").output
+    other = json.loads(run("build", "--max-nodes", "2", "--slo-step", "0.7", "--json").stdout)
+    assert (other["num_tighter"], other["num_reused"]) == (2, 2)
+    changed = [line for line in run("diff").output.splitlines() if "templates" in line and "unchanged" not in line]
+    assert all("(tighter SLO)" in line for line in changed)
+    assert {line.split(" (")[0] for line in changed} == {
+        f"toy {phase}ms" for phase in ("decode 35", "decode 40", "prefill 700", "prefill 800")
+    }
+    assert run("verify").exit_code == 0
+
+
+def test_without_a_step_there_is_no_tighter_set(run, monkeypatch) -> None:
+    """``--slo-step 0``, or the setting, builds one SLO alone; the option goes before the setting."""
+    alone = json.loads(run("build", "--max-nodes", "2", "--slo-step", "0", "--json").stdout)
+    assert (alone["num_sets"], alone["num_tighter"]) == (2, 0)
+    overview = json.loads(run("show", "--json").stdout)
+    assert (overview["tighter"], overview["parameters"]["slo_step"]) == ([], "none")
+    monkeypatch.setenv("CORAL_SLO_STEP", "0")
+    assert json.loads(run("build", "--max-nodes", "2", "--json").stdout)["version"] == alone["version"]
+    assert json.loads(run("build", "--max-nodes", "2", "--slo-step", "0.5", "--json").stdout)["num_tighter"] == 2
+
+
+def test_a_tighter_slo_that_nothing_holds_is_a_result(run) -> None:
+    """At a twentieth of the limits nothing fits; the library is published with empty tighter sets, and is whole."""
+    built = json.loads(run("build", "--max-nodes", "2", "--slo-step", "0.05", "--json").stdout)
+    assert built["published"]
+    overview = json.loads(run("show", "--json").stdout)
+    assert [one["num_templates"] for one in overview["tighter"]] == [0, 0]
+    assert all(one["num_templates"] > 0 for one in overview["sets"])
+    assert run("verify").exit_code == 0
 
 
 def test_a_template_is_drawn(run) -> None:
@@ -130,6 +173,7 @@ def test_the_gate_refuses_from_the_command_line(run) -> None:
         ("--processes", "0", "processes must be at least 1"),
         ("--keep-versions", "0", "keep_versions must be at least 1"),
         ("--keep-versions", "-1", "keep_versions must be at least 1"),
+        *(("--slo-step", value, "factor between 0 and 1") for value in ("1", "1.25", "-0.8", "nan", "inf")),
     ],
 )
 def test_wrong_options_are_refused(run, option: str, value: str, message: str, tmp_path: Path) -> None:

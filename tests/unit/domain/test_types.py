@@ -117,3 +117,10 @@ def test_a_set_has_no_digest() -> None:
     """Sets have no order, so they are refused instead of hashed at random."""
     with pytest.raises(TypeError, match="no canonical form for set"):
         content_digest({"a", "b"})
+
+
+def test_limits_times_a_factor_are_plain_numbers() -> None:
+    """0.8 x 0.1 s is 0.08 s, not 0.08000000000000002 s: limits stand in ids and files; the percentile is no limit."""
+    assert LatencySlo(ttft_s=1.6, tpot_s=0.1, percentile=95).times(0.8) == LatencySlo(
+        ttft_s=1.28, tpot_s=0.08, percentile=95
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from coral_tasks.storage.library import (
     find_problems,
     publish_version,
     read_current,
+    read_tighter,
     read_version,
     remove_old,
     write_part,
@@ -29,19 +31,22 @@ from coral_tasks.storage.library import (
 )
 from coral_tasks.storage.manifest import SCHEMA_VERSION
 from coral_tasks.storage.objects import FolderStore
-from coral_tasks.storage.regression import RegressionLimits, compare_libraries, reasons_against
+from coral_tasks.storage.regression import RegressionLimits, compare_libraries, compare_sets, reasons_against
 from coral_tasks.storage.template_files import from_parquet, to_parquet
 
 NOW = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
+DATA = Path(__file__).parents[2] / "data"
 
 
-def make_set(throughput=(0.1 + 0.2, 1e-300, 1 / 3), *, model="toy", phase=Phase.DECODE, version="v1") -> TemplateSet:
+def make_set(
+    throughput=(0.1 + 0.2, 1e-300, 1 / 3), *, model="toy", phase=Phase.DECODE, version="v1", slo_step=1.0
+) -> TemplateSet:
     """One node of each of two kinds, and a two-stage pair; as many rows as throughputs."""
     rows = len(throughput)
     return TemplateSet(
         model=ModelId(model),
         phase=phase,
-        slo=LatencySlo(ttft_s=1.0, tpot_s=0.05),
+        slo=LatencySlo(ttft_s=1.0, tpot_s=0.05).times(slo_step),
         latency_split=LatencySplit.FREE,
         num_layers=4,
         total_quanta=60,
@@ -60,14 +65,14 @@ def make_set(throughput=(0.1 + 0.2, 1e-300, 1 / 3), *, model="toy", phase=Phase.
     )
 
 
-def publish(store, sets, *, keys=None, now=NOW, judge=None, force=False):
-    """Write and publish a version of these sets."""
+def publish(store, sets, *, tighter=(), keys=None, now=NOW, judge=None, force=False):
+    """Write and publish a version of these sets; ``keys`` name those of ``sets``, then those of ``tighter``."""
     parts = []
-    for number, one in enumerate(sets):
+    for number, one in enumerate((*sets, *tighter)):
         key = keys[number] if keys else f"{one.model}{one.phase}{number}"
         write_part(store, key, one, {"num_kept": len(one)})
         parts.append(find_part(store, key))
-    manifest = write_version(store, parts, {"max_nodes": "6"})
+    manifest = write_version(store, parts[: len(sets)], {"max_nodes": "6"}, tighter=parts[len(sets) :])
     publish_version(store, manifest, now=now, judge=judge, force=force)
     return manifest
 
@@ -275,13 +280,148 @@ def test_a_parquet_file_of_another_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A version holds each set once, and at least one."""
+    """A version holds each set once, and at least one; the same holds for tighter sets, apart from those."""
     store = FolderStore(tmp_path)
     write_part(store, "a", make_set(), {})
     part = find_part(store, "a")
-    for parts in ([part, part], []):
-        with pytest.raises(StorageFault, match="at least one template set, and each only once"):
-            write_version(store, parts, {})
+    with pytest.raises(StorageFault, match="needs at least one template set"):
+        write_version(store, [], {}, tighter=[part])
+    for sets, tighter in (([part, part], []), ([part], [part, part])):
+        with pytest.raises(StorageFault, match=r"each template set only once: model=toy/phase=decode/50ms-a\.parquet"):
+            write_version(store, sets, {}, tighter=tighter)
+
+
+# A tighter SLO beside it -------------------------------------------------------------------------------------------
+
+
+TIGHT = {"slo_step": 0.8}
+
+
+def test_tighter_sets_are_read_apart(tmp_path: Path) -> None:
+    """What plans are made of holds no tighter set, and those are read whole, by model, with their own limits."""
+    store = FolderStore(tmp_path)
+    tight, none = make_set((0.5, 0.25), **TIGHT), make_set((), model="other", **TIGHT)
+    manifest = publish(store, [make_set(), make_set(model="other")], tighter=[tight, none])
+    current = read_current(store)
+    assert [(one.model, one.slo.tpot_s) for one in current.sets] == [("other", 0.05), ("toy", 0.05)]
+    other, toy = read_tighter(store, manifest.version)
+    assert_same(toy, tight)
+    assert (len(other), other.slo) == (0, LatencySlo(ttft_s=0.8, tpot_s=0.04))
+    assert [one.model for one in read_tighter(store, manifest.version, models=[ModelId("toy")])] == ["toy"]
+    assert find_problems(store) == ()
+
+
+def test_a_version_without_tighter_sets_has_none(tmp_path: Path) -> None:
+    """Building them is a choice: without them nothing is found, and their folder does not exist."""
+    store = FolderStore(tmp_path)
+    manifest = publish(store, [make_set()])
+    assert read_tighter(store, manifest.version) == ()
+    assert not (tmp_path / "tighter").exists()
+
+
+def test_tighter_sets_are_part_of_the_version(tmp_path: Path) -> None:
+    """Without, with, and with other tighter sets are three versions; the same again is the same, whatever the order."""
+    store = FolderStore(tmp_path)
+    sets = [make_set(), make_set(model="other")]
+    tight, slow = (make_set((value, value), **TIGHT) for value in (0.5, 0.4))
+    other = make_set(model="other", **TIGHT)
+    versions = [
+        publish(store, sets, keys=["a", "b"]).version,
+        publish(store, sets, tighter=[tight, other], keys=["a", "b", "c", "d"]).version,
+        publish(store, sets, tighter=[slow, other], keys=["a", "b", "e", "d"]).version,
+    ]
+    assert len(set(versions)) == 3
+    again = publish(store, sets[::-1], tighter=[other, tight], keys=["b", "a", "d", "c"])
+    assert again.version == versions[1]
+
+
+def test_a_set_may_be_tighter_in_one_version_and_planned_on_in_the_next(tmp_path: Path) -> None:
+    """Its key is found in the version where it lies aside, also when its part is gone, and it is not built again."""
+    store = FolderStore(tmp_path)
+    tight = make_set((0.5, 0.25), **TIGHT)
+    first = publish(store, [make_set()], tighter=[tight], keys=["a", "c"])
+    for info in store.list("parts/"):
+        store.delete(info.key)
+    second = write_version(store, [find_part(store, "c")], {}, tighter=[find_part(store, "a")])
+    publish_version(store, second, now=NOW)
+    assert_same(read_current(store).sets[0], tight)
+    assert_same(read_tighter(store, second.version)[0], make_set())
+    assert_same(read_version(store, first.version).sets[0], make_set())
+    assert find_problems(store) == ()
+
+
+def test_a_damaged_missing_or_foreign_tighter_file_is_found(tmp_path: Path) -> None:
+    """Verifying names it, plans do not need it, and the same build repairs it."""
+    store = FolderStore(tmp_path)
+    sets = {"tighter": [make_set((0.5, 0.25), **TIGHT), make_set(model="other", **TIGHT)], "keys": ["a", "c", "d"]}
+    manifest = publish(store, [make_set()], **sets)
+    other, toy = (f"tighter/{manifest.version}/{entry.path}" for entry in manifest.tighter)
+    store.put(other, b"?")
+    store.delete(toy)
+    store.put(f"tighter/{manifest.version}/extra.parquet", b"x")
+    problems = find_problems(store)
+    assert ["is corrupt" in problems[0], "is missing" in problems[1], "is not in" in problems[2]] == [True] * 3
+    assert read_current(store).version == manifest.version
+    with pytest.raises(StorageFault, match="is corrupt"):
+        read_tighter(store, manifest.version)
+    store.delete(f"tighter/{manifest.version}/extra.parquet")
+    assert publish(store, [make_set()], **sets) == manifest
+    assert find_problems(store) == ()
+
+
+def test_retention_takes_tighter_sets_with_their_version(tmp_path: Path) -> None:
+    """They go with the version they belong to and stay with those that are kept; what has no manifest goes too."""
+    store = FolderStore(tmp_path)
+    old, new = (
+        publish(
+            store, [make_set((speed, 1.0))], tighter=[make_set((speed / 2,), **TIGHT)], keys=[name, f"{name}t"]
+        ).version
+        for name, speed in (("a", 1.0), ("b", 2.0))
+    )
+    store.put("tighter/halfway/model=toy/phase=decode/x.parquet", b"x")
+    later = datetime.now(UTC) + timedelta(hours=2)
+    removed = remove_old(store, keep_versions=1, now=later, grace=timedelta(hours=1))
+    assert {key.split("/")[1] for key in removed if key.startswith("tighter/")} == {old, "halfway"}
+    assert [info.key.split("/")[1] for info in store.list("tighter/")] == [new]
+    assert find_problems(store) == ()
+
+
+def test_an_interrupted_first_version_with_tighter_sets_is_no_foreign_folder(tmp_path: Path) -> None:
+    """A store that holds nothing yet but tighter files of a build that died can be built into."""
+    store = FolderStore(tmp_path)
+    store.put("tighter/halfway/model=toy/phase=decode/x.parquet", b"x")
+    assert find_part(store, "a") is None
+    publish(store, [make_set()])
+    assert find_problems(store) == ()
+
+
+def test_the_gate_does_not_judge_tighter_sets(tmp_path: Path) -> None:
+    """Losing every tighter template is no reason to stop plans; the comparison can still be made and says so."""
+    store = FolderStore(tmp_path)
+    full, empty = make_set((0.5, 0.5), **TIGHT), make_set((), **TIGHT)
+    before = publish(store, [make_set()], tighter=[full], keys=["a", "c"], judge=judge)
+    after = publish(store, [make_set()], tighter=[empty], keys=["a", "d"], judge=judge)
+    assert read_current(store).version == after.version
+    sides = [read_tighter(store, one.version) for one in (before, after)]
+    (one,) = compare_sets(*sides, tighter=True)
+    assert (one.name, one.tighter) == (("toy", "decode", "40ms"), True)
+    assert (one.num_before, one.num_after, one.num_lost) == (2, 0, 2)
+
+
+def test_a_library_of_schema_1_is_read_and_built_upon(tmp_path: Path) -> None:
+    """Bytes that an older Coral wrote are whole and hold no tighter set; a new version takes their sets over."""
+    shutil.copytree(DATA / "library_schema_1", tmp_path / "library")
+    store = FolderStore(tmp_path / "library")
+    old = read_current(store)
+    assert (old.manifest.schema_version, old.manifest.tighter) == (1, ())
+    assert_same(old.sets[0], make_set((1.0, 2.0, 3.0)))
+    assert read_tighter(store, old.version) == ()
+    assert find_problems(store) == ()
+    write_part(store, "c", make_set((0.5,), **TIGHT), {})
+    new = write_version(store, [find_part(store, "a")], {"max_nodes": "6"}, tighter=[find_part(store, "c")])
+    publish_version(store, new, now=NOW, judge=judge)
+    assert (new.schema_version, library.current_pointer(store).history[1].version) == (2, old.version)
+    assert_same(read_version(store, old.version).sets[0], read_current(store).sets[0])
 
 
 # Gate, races, retention ------------------------------------------------------------------------------------------
@@ -392,16 +532,21 @@ def test_a_version_is_invisible_until_it_is_whole(tmp_path: Path, monkeypatch) -
 
 
 def test_all_readers_get_the_same_rows(tmp_path: Path) -> None:
-    """pandas, pyarrow, DuckDB and Polars read the version's folder as one table, with the same rows and types."""
+    """pandas, pyarrow, DuckDB and Polars read the version's folder as one table, with the same rows and types.
+
+    None of them comes upon the templates of a tighter SLO, whatever pattern it looks for files by.
+    """
     import duckdb
     import pandas as pd
     import polars as pl
     import pyarrow.parquet as pq
+    from pyarrow.dataset import dataset
 
     from data_contracts.templates import CONTRACT
 
     store = FolderStore(tmp_path)
-    manifest = publish(store, [make_set(), make_set(model="other", phase=Phase.PREFILL)])
+    sets = [make_set(), make_set(model="other", phase=Phase.PREFILL)]
+    manifest = publish(store, sets, tighter=[make_set((0.5, 0.25), **TIGHT)])
     folder = tmp_path / "versions" / manifest.version
     names = sorted(CONTRACT.column_names)
 
@@ -414,6 +559,9 @@ def test_all_readers_get_the_same_rows(tmp_path: Path) -> None:
 
     expected = rows(pq.read_table(folder).to_pylist())
     assert len(expected) == 6
+    assert {row["slo_tpot_s"] for row in pq.read_table(folder).to_pylist()} == {0.05}
+    assert rows(dataset(folder, partitioning="hive").to_table().to_pylist()) == expected
+    assert len(list(folder.rglob("*.parquet"))) == 2
     frame = pd.read_parquet(folder)
     assert sorted(frame.columns) == names
     assert rows(frame.to_dict("records")) == expected

@@ -54,6 +54,9 @@ def test_the_warning_is_given_when_settings_are_read(monkeypatch, caplog) -> Non
         ("PLAN_MAX_AGE_S", "-1"),
         ("KEEP_RUNS", "0"),
         ("MEASUREMENT_SLOTS", "0"),
+        ("SLO_STEP", "1"),
+        ("SLO_STEP", "-0.1"),
+        ("SLO_STEP", "nan"),
     ],
 )
 def test_bad_values_are_refused_by_name(monkeypatch, name, value) -> None:
