@@ -1,7 +1,7 @@
 """Prices and availability from AWS through boto3: price list, spot history, quotas, capacity reservations.
 
-Owns the calls, paging and what each figure means. Time limits and back-off are botocore's (``client_factory``). A page
-that fails in the middle fails the whole fetch: half an answer is SourceFault, never a shorter table. Instance types
+Owns the calls, paging and what each figure means. Faults of calls are ``cloud.aws``'s matter: a page that fails in the
+middle fails the whole fetch; half an answer is SourceFault, never a shorter table. Instance types
 are told to configurations by ``MachineOffer``, which the caller takes from the catalogue.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+from coral_tasks.cloud.aws import aws_call, aws_entries, make_client
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.domain.market import NodeAvailability, NodePrice
 from coral_tasks.domain.names import Market, NodeConfigurationId, RegionId
@@ -43,16 +44,10 @@ class MachineOffer(NamedTuple):
 
 
 def client_factory(*, endpoint_url: str | None = None, connect_s: float = 5.0, read_s: float = 20.0) -> ClientFactory:
-    """Clients with time limits and at most four tries with back-off (429 and 5xx are tried again)."""
+    """Clients with time limits and back-off (``cloud.aws.make_client``). Raise SourceFault."""
 
     def make(service: str, region: str) -> Any:
-        import boto3
-        from botocore.config import Config
-
-        config = Config(
-            connect_timeout=connect_s, read_timeout=read_s, retries={"mode": "standard", "total_max_attempts": 4}
-        )
-        return boto3.client(service, region_name=region, endpoint_url=endpoint_url, config=config)
+        return make_client(service, region, SourceFault, endpoint_url=endpoint_url, connect_s=connect_s, read_s=read_s)
 
     return make
 
@@ -99,8 +94,9 @@ class AwsPrices:
         client = self.clients("pricing", PRICE_LIST_REGION)
         prices: dict[str, float] = {}
         for offer in self.offers:
-            for text in _pages(client, "get_products", "PriceList", **_product_filter(region, offer.machine_type)):
-                found = _on_demand_price(text)
+            wanted = _product_filter(region, offer.machine_type)
+            for text in aws_entries(client, "get_products", "PriceList", SourceFault, **wanted):
+                found = _whole("prices: a product of the AWS price list", text, _on_demand_price)
                 if found is not None:
                     prices[offer.machine_type] = found
         return prices
@@ -109,31 +105,36 @@ class AwsPrices:
         """Cheapest zone's newest spot price by machine type."""
         client = self.clients("ec2", region)
         types = sorted({offer.machine_type for offer in self.offers})
-        newest: dict[tuple[str, str], tuple[datetime, float]] = {}
+        newest: dict[tuple[str, str], _SpotPrice] = {}
         arguments = {
             "InstanceTypes": types,
             "ProductDescriptions": ["Linux/UNIX"],
             "StartTime": now - timedelta(hours=1),
         }
-        for entry in _pages(client, "describe_spot_price_history", "SpotPriceHistory", **arguments):
-            _keep_newest(newest, entry)
+        for entry in aws_entries(client, "describe_spot_price_history", "SpotPriceHistory", SourceFault, **arguments):
+            found = _whole("prices: a spot price entry of AWS", entry, _spot_price)
+            if found is not None and (found.pool not in newest or found.at > newest[found.pool].at):
+                newest[found.pool] = found
         best: dict[str, float] = {}
-        for (machine_type, _), (_, price) in newest.items():
-            best[machine_type] = min(price, best.get(machine_type, math.inf))
+        for (machine_type, _), found in newest.items():
+            best[machine_type] = min(found.price, best.get(machine_type, math.inf))
         return best
 
 
-def _keep_newest(newest: dict[tuple[str, str], tuple[datetime, float]], entry: Mapping[str, Any]) -> None:
+class _SpotPrice(NamedTuple):
+    """``pool``: machine type and zone."""
+
+    pool: tuple[str, str]
+    at: datetime
+    price: float
+
+
+def _spot_price(entry: Mapping[str, Any]) -> _SpotPrice | None:
+    """One entry of the spot history; None if it is not Linux."""
     if not str(entry.get("ProductDescription", "")).startswith("Linux/UNIX"):
-        return
-    try:
-        key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
-        found = (entry["Timestamp"], float(entry["SpotPrice"]))
-    except (KeyError, ValueError, TypeError) as error:
-        message = f"prices: a spot price entry of AWS is not whole: {error!r}"
-        raise SourceFault(message) from error
-    if key not in newest or found[0] > newest[key][0]:
-        newest[key] = found
+        return None
+    pool = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
+    return _SpotPrice(pool=pool, at=entry["Timestamp"], price=_not_negative(entry["SpotPrice"]))
 
 
 def _price(region: str, configuration: NodeConfigurationId, market: Market, price: float, now: datetime) -> NodePrice:
@@ -174,21 +175,25 @@ def _product_filter(region: str, machine_type: str) -> dict[str, Any]:
 
 def _on_demand_price(text: str | Mapping[str, Any]) -> float | None:
     """USD per hour in one product of the price list; None if it is not sold on demand."""
-    try:
-        product = json.loads(text) if isinstance(text, str) else text
-        terms = product["terms"].get("OnDemand", {})
-        prices = [
-            float(dimension["pricePerUnit"]["USD"])
-            for term in terms.values()
-            for dimension in term["priceDimensions"].values()
-            if dimension["unit"] == "Hrs"
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"prices: a product of the AWS price list is not whole: {error!r}"
-        raise SourceFault(message) from error
+    product = json.loads(text) if isinstance(text, str) else text
+    prices = [
+        _not_negative(dimension["pricePerUnit"]["USD"])
+        for term in product["terms"].get("OnDemand", {}).values()
+        for dimension in term["priceDimensions"].values()
+        if dimension["unit"] == "Hrs"
+    ]
     # products without a price of their own (reserved only) are listed at 0
     above_zero = [price for price in prices if price > 0]
     return min(above_zero) if above_zero else None
+
+
+def _not_negative(number: Any) -> float:
+    """A finite number that is not below zero. Raises ValueError or TypeError."""
+    value = float(number)
+    if not 0 <= value < math.inf:
+        message = f"{number!r} is no finite number at or above zero"
+        raise ValueError(message)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,43 +242,47 @@ class AwsAvailability:
         types = sorted({offer.machine_type for offer in self.offers})
         client = self.clients("ec2", region)
         filters = [{"Name": "instance-type", "Values": types}]
-        found = _pages(client, "describe_instance_types", "InstanceTypes", Filters=filters)
+        found = aws_entries(client, "describe_instance_types", "InstanceTypes", SourceFault, Filters=filters)
         return dict(
             _whole(
-                "an instance type", entry, lambda one: (str(one["InstanceType"]), int(one["VCpuInfo"]["DefaultVCpus"]))
+                "availability: an instance type of AWS",
+                entry,
+                lambda one: (str(one["InstanceType"]), int(one["VCpuInfo"]["DefaultVCpus"])),
             )
             for entry in found
         )
 
     def _quotas(self, region: str) -> dict[str, float]:
         client = self.clients("service-quotas", region)
-        found = _pages(client, "list_service_quotas", "Quotas", ServiceCode="ec2")
-        read = [_whole("a quota", entry, lambda one: (str(one["QuotaCode"]), float(one["Value"]))) for entry in found]
-        odd = [code for code, value in read if not 0 <= value < math.inf]
-        if odd:
-            message = f"availability: AWS gives no number of vCPUs for quota {', '.join(odd)}"
-            raise SourceFault(message)
-        return dict(read)
+        found = aws_entries(client, "list_service_quotas", "Quotas", SourceFault, ServiceCode="ec2")
+        return dict(
+            _whole(
+                "availability: a quota of AWS", entry, lambda one: (str(one["QuotaCode"]), _not_negative(one["Value"]))
+            )
+            for entry in found
+        )
 
     def _reserved(self, region: str) -> dict[str, int]:
         client = self.clients("ec2", region)
         filters = [{"Name": "state", "Values": ["active"]}]
+        found = aws_entries(
+            client, "describe_capacity_reservations", "CapacityReservations", SourceFault, Filters=filters
+        )
         counts: dict[str, int] = {}
-        for entry in _pages(client, "describe_capacity_reservations", "CapacityReservations", Filters=filters):
+        for entry in found:
             name, count = _whole(
-                "a reservation", entry, lambda one: (str(one["InstanceType"]), int(one["TotalInstanceCount"]))
+                "availability: a reservation of AWS",
+                entry,
+                lambda one: (str(one["InstanceType"]), int(_not_negative(one["TotalInstanceCount"]))),
             )
             counts[name] = counts.get(name, 0) + count
         return counts
 
 
-def _whole[Read](kind: str, entry: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Read:
-    """What ``read`` takes from an entry of an answer. Raises SourceFault if a field is absent or no number."""
-    try:
+def _whole[Entry, Read](kind: str, entry: Entry, read: Callable[[Entry], Read]) -> Read:
+    """What ``read`` takes from an entry of an answer. Raises SourceFault if a field is absent or of another kind."""
+    with aws_call(kind, SourceFault):
         return read(entry)
-    except (KeyError, ValueError, TypeError) as error:
-        message = f"availability: {kind} in AWS's answer is not whole: {error!r}"
-        raise SourceFault(message) from error
 
 
 def _from_quotas(machine_type: str, vcpus: int, quotas: Mapping[str, float]) -> dict[Market, int]:
@@ -302,24 +311,6 @@ def _summed(rows: Sequence[NodeAvailability]) -> list[NodeAvailability]:
         if key not in best or row.available_nodes > best[key].available_nodes:
             best[key] = row
     return [best[key] for key in sorted(best)]
-
-
-def _pages(client: Any, operation: str, key: str, **arguments: Any) -> list[Any]:
-    """Entries of all pages. Raises SourceFault if a call fails, hangs or a page lacks its list."""
-    from botocore.exceptions import BotoCoreError, ClientError
-    from botocore.parsers import ResponseParserError
-
-    try:
-        pages = list(client.get_paginator(operation).paginate(**arguments))
-    except (BotoCoreError, ClientError, ResponseParserError, OSError, ValueError) as error:
-        # the parser's message holds the whole answer
-        message = f"aws {operation}: {str(error)[:500]}"
-        raise SourceFault(message) from error
-    lost = [number for number, page in enumerate(pages, start=1) if key not in page]
-    if lost:
-        message = f"aws {operation}: page {lost[0]} of {len(pages)} came without {key}"
-        raise SourceFault(message)
-    return [entry for page in pages for entry in page[key]]
 
 
 def _require(rows: Sequence[object], message: str) -> None:

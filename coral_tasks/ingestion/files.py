@@ -6,13 +6,14 @@ passed over. The content is the gate's matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from coral_tasks.cloud.aws import aws_call, aws_pages
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.ingestion.batch import SourceBatch
 
@@ -99,40 +100,43 @@ class S3PrefixSource:
     def __call__(self, now: datetime) -> SourceBatch:
         """Read the newest object. Raises SourceFault if there is none, or if S3 fails or hangs."""
         del now
-        newest = max(self._listed(), key=lambda one: (one["LastModified"], one["Key"]), default=None)
+        newest = max(self._listed(), key=lambda one: (one.modified, one.key), default=None)
+        address = f"s3://{self.bucket}/{self.prefix if newest is None else newest.key}"
         if newest is None:
-            message = f"{self.table}: no CSV or Parquet object under s3://{self.bucket}/{self.prefix}"
+            message = f"{self.table}: no CSV or Parquet object under {address}"
             raise SourceFault(message)
-        key = str(newest["Key"])
-        data = self._guarded(lambda: self._content(key))
-        if len(data) != newest["Size"]:
-            message = f"{self.table}: s3://{self.bucket}/{key} came with {len(data)} of {newest['Size']} bytes"
+        data = self._content(newest.key)
+        if len(data) != newest.size_bytes:
+            message = f"{self.table}: {address} came with {len(data)} of {newest.size_bytes} bytes"
             raise SourceFault(message)
         return SourceBatch(
             table=self.table,
             data=data,
-            suffix=PurePosixPath(key).suffix,
-            source=f"s3://{self.bucket}/{key}",
-            observed_at=newest["LastModified"],
+            suffix=PurePosixPath(newest.key).suffix,
+            source=address,
+            observed_at=newest.modified,
         )
 
     def _content(self, key: str) -> bytes:
-        data: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
-        return data
+        with aws_call(f"{self.table}: s3://{self.bucket}/{key}", SourceFault):
+            data: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            return data
 
-    def _listed(self) -> Sequence[dict[str, Any]]:
-        pages: Iterable[dict[str, Any]] = self._guarded(
-            lambda: list(self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.prefix))
-        )
-        found = [one for page in pages for one in page.get("Contents", [])]
-        return [one for one in found if is_whole_name(PurePosixPath(one["Key"]).name)]
+    def _listed(self) -> Sequence[_Listed]:
+        doing = f"{self.table}: s3://{self.bucket}/{self.prefix}"
+        listing = {"Bucket": self.bucket, "Prefix": self.prefix}
+        pages = aws_pages(self.client, "list_objects_v2", "IsTruncated", doing, SourceFault, **listing)
+        with aws_call(doing, SourceFault):
+            found = [_listed(one) for page in pages for one in page.get("Contents", [])]
+        # a key that ends in "/" is a folder of S3's console
+        return [one for one in found if is_whole_name(PurePosixPath(one.key).name) and not one.key.endswith("/")]
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from botocore.parsers import ResponseParserError
 
-        try:
-            return call()
-        except (BotoCoreError, ClientError, ResponseParserError, OSError) as error:
-            message = f"{self.table}: s3://{self.bucket}/{self.prefix}: {str(error)[:500]}"
-            raise SourceFault(message) from error
+class _Listed(NamedTuple):
+    key: str
+    size_bytes: int
+    modified: datetime
+
+
+def _listed(entry: Mapping[str, Any]) -> _Listed:
+    return _Listed(key=entry["Key"], size_bytes=entry["Size"], modified=entry["LastModified"].astimezone(UTC))

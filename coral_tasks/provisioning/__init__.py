@@ -2,5 +2,5 @@
 
 API: ``static.StaticProvisioner``; ``ec2.Ec2Provisioner(settings, client_of)``; ``feedback.reduce_availability``. A
 provisioner has ``obtainable``, ``provision``, ``release``, ``releasable``, ``interrupted``, ``endpoints`` and
-``agent_key``; dispatch releases a node only after it has been drained. Boto3 stays behind ``ec2.boto3_client``.
+``agent_key``; dispatch releases a node only after it has been drained. Boto3 stays behind ``cloud.aws``.
 """

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from coral_tasks.cloud.aws import aws_call, aws_entries, make_client
 from coral_tasks.domain.errors import SourceFault, Unavailable
 from coral_tasks.domain.fleet import Node
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId, RegionId
@@ -67,9 +68,7 @@ class Ec2Settings:
 
 def boto3_client(region: RegionId) -> Any:
     """A boto3 EC2 client for ``aws/<region>``, with boto3's usual credentials."""
-    import boto3
-
-    return boto3.client("ec2", region_name=region.removeprefix("aws/"))
+    return make_client("ec2", region.removeprefix("aws/"), SourceFault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,32 +99,33 @@ class Ec2Provisioner:
         if target is None:
             raise Unavailable(f"no launch template for {' '.join(pool)}")
         try:
-            answer = self._launch(request, target, at_least=request.count)
+            instances = self._launch(request, target, at_least=request.count)
         except Unavailable:
             if request.count == 1:
                 raise
             # all of them cannot be had: take as many as there are
-            answer = self._launch(request, target, at_least=1)
-        return tuple(self._machine(request.region, instance) for instance in answer["Instances"])
+            instances = self._launch(request, target, at_least=1)
+        return tuple(_machine(request.region, instance) for instance in instances)
 
-    def _launch(self, request: NodeRequest, target: LaunchTarget, *, at_least: int) -> Any:
+    def _launch(self, request: NodeRequest, target: LaunchTarget, *, at_least: int) -> list[Any]:
         arguments = _launch_arguments(self.settings, request, target, at_least=at_least)
-        return self._call(request.region, "run_instances", arguments)
+        return self._call(request.region, "run_instances", "Instances", arguments)
 
     def release(self, nodes: tuple[NodeId, ...]) -> None:
         """End these machines, if they are ours. Others are left alone; ended ones do no harm."""
         ours = {one.node.id: one.node.region for one in self.machines()}
         for region in sorted({ours[node] for node in nodes if node in ours}):
             ids = [node for node in nodes if ours.get(node) == region]
-            self._call(region, "terminate_instances", {"InstanceIds": ids})
+            self._call(region, "terminate_instances", "TerminatingInstances", {"InstanceIds": ids})
 
     def releasable(self) -> frozenset[NodeId]:
         """Machines of this fleet."""
         return frozenset(one.node.id for one in self.machines())
 
     def endpoints(self) -> Mapping[str, str]:
-        """Agents of this fleet's machines."""
-        return {str(one.node.id): f"tcp://{one.address}:{self.settings.agent_port}" for one in self.machines()}
+        """Agents of this fleet's machines that have an address yet."""
+        port = self.settings.agent_port
+        return {str(one.node.id): f"tcp://{one.address}:{port}" for one in self.machines() if one.address}
 
     def machines(self) -> tuple[ProvisionedNode, ...]:
         """Machines of this fleet that run or are about to."""
@@ -135,9 +135,9 @@ class Ec2Provisioner:
                 {"Name": "tag:coral:fleet", "Values": [self.settings.fleet]},
                 {"Name": "instance-state-name", "Values": list(_HELD)},
             ]
-            for page in self._pages(region, "describe_instances", {"Filters": filters}):
-                for reservation in page["Reservations"]:
-                    found += [self._machine(region, instance) for instance in reservation["Instances"]]
+            reservations = self._entries(region, "describe_instances", "Reservations", Filters=filters)
+            with aws_call(f"EC2 describe_instances in {region}", SourceFault):
+                found += [_machine(region, instance) for one in reservations for instance in one["Instances"]]
         return tuple(sorted(found, key=lambda one: one.node.id))
 
     def interrupted(self) -> frozenset[NodeId]:
@@ -145,45 +145,35 @@ class Ec2Provisioner:
         ours = self.releasable()
         found: set[NodeId] = set()
         for region in self._regions():
-            for page in self._pages(region, "describe_spot_instance_requests", {}):
-                for spot in page["SpotInstanceRequests"]:
-                    if spot.get("Status", {}).get("Code") in _INTERRUPTED and spot.get("InstanceId") in ours:
-                        found.add(NodeId(spot["InstanceId"]))
+            for spot in self._entries(region, "describe_spot_instance_requests", "SpotInstanceRequests"):
+                if spot.get("Status", {}).get("Code") in _INTERRUPTED and spot.get("InstanceId") in ours:
+                    found.add(NodeId(spot["InstanceId"]))
         return frozenset(found)
 
     def _regions(self) -> list[RegionId]:
         return sorted({pool[0] for pool in self.settings.targets})
 
-    def _machine(self, region: RegionId, instance: Mapping[str, Any]) -> ProvisionedNode:
+    def _call(self, region: RegionId, name: str, key: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """List ``key`` of the answer. Raises Unavailable or SourceFault."""
+        with aws_call(f"EC2 {name} in {region}", SourceFault, unavailable=_NO_CAPACITY):
+            return list(getattr(self.client_of(region), name)(**arguments)[key])
+
+    def _entries(self, region: RegionId, name: str, key: str, **arguments: Any) -> list[Any]:
+        return aws_entries(self.client_of(region), name, key, SourceFault, **arguments)
+
+
+def _machine(region: RegionId, instance: Mapping[str, Any]) -> ProvisionedNode:
+    """A machine of the fleet by its tags. Raises SourceFault if one is missing or says nothing we know."""
+    name = instance["InstanceId"]
+    with aws_call(f"EC2 machine {name} in {region}: tags coral:configuration and coral:market", SourceFault):
         tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
         node = Node(
-            id=NodeId(instance["InstanceId"]),
+            id=NodeId(name),
             region=region,
             configuration=NodeConfigurationId(tags["coral:configuration"]),
             market=Market(tags["coral:market"]),
         )
-        return ProvisionedNode(node=node, machine=instance["InstanceId"], address=instance.get("PrivateIpAddress", ""))
-
-    def _call(self, region: RegionId, name: str, arguments: Mapping[str, Any]) -> Any:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            return getattr(self.client_of(region), name)(**arguments)
-        except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
-            if code in _NO_CAPACITY:
-                raise Unavailable(f"{region}: {error}") from error
-            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
-        except BotoCoreError as error:
-            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
-
-    def _pages(self, region: RegionId, name: str, arguments: Mapping[str, Any]) -> Iterator[Any]:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield from self.client_of(region).get_paginator(name).paginate(**arguments)
-        except (BotoCoreError, ClientError) as error:
-            raise SourceFault(f"EC2 {name} in {region}: {error}") from error
+        return ProvisionedNode(node=node, machine=name, address=instance.get("PrivateIpAddress", ""))
 
 
 def _launch_arguments(

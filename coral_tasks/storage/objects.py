@@ -12,18 +12,22 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from coral_tasks.cloud.aws import aws_call, aws_pages, make_client
 from coral_tasks.domain.errors import StorageFault
 
 TEMPORARY_PREFIX: Final = ".tmp-"
 """Names of files being written; listings leave them out."""
 
 LOCK_NAME: Final = ".lock"
+
+S3_READ_S: Final = 60.0
+"""Longest silence of S3: a library's files are large, and S3 answers a put only when it has all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,34 +197,39 @@ class S3Store(ObjectStore):
 
     def get_with_token(self, key: str) -> tuple[bytes, str] | None:
         """Bytes and their ETag."""
-        with self._faults(f"cannot read {key}", missing=("NoSuchKey", "404")):
+        with self._call(f"cannot read {key}", quiet=("NoSuchKey", "404")):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key))
             return answer["Body"].read(), answer["ETag"]
         return None
 
     def put(self, key: str, data: bytes) -> None:
         """One request: S3 replaces objects atomically."""
-        with self._faults(f"cannot write {key}"):
-            self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data)
+        with self._call(f"cannot write {key}"):
+            self._put(key, data)
 
     def put_if(self, key: str, data: bytes, token: str | None) -> bool:
         """Conditional put; false where S3 says that the condition failed or another write is under way."""
         condition = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
         lost = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409", "NoSuchKey", "404")
-        with self._faults(f"cannot write {key}", missing=lost):
-            self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data, **condition)
+        with self._call(f"cannot write {key}", quiet=lost):
+            self._put(key, data, **condition)
             return True
         return False
 
+    def _put(self, key: str, data: bytes, **condition: str) -> None:
+        answer = self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data, **condition)
+        # S3 names the state that it wrote; an answer without one is somebody else's, and nothing may be written
+        if not answer.get("ETag"):
+            message = f"cannot write {key} in {self.address}: the answer names no ETag"
+            raise StorageFault(message)
+
     def list(self, prefix: str) -> tuple[ObjectInfo, ...]:
         """All pages of the listing."""
-        found = []
-        with self._faults(f"cannot list {prefix}"):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
-            )
-            for page in pages:
-                found += [self._info(entry) for entry in page.get("Contents", ())]
+        doing = f"cannot list {prefix} in {self.address}"
+        listing = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        pages = aws_pages(self._client, "list_objects_v2", "IsTruncated", doing, StorageFault, **listing)
+        with aws_call(doing, StorageFault):
+            found = [self._info(entry) for page in pages for entry in page.get("Contents", ())]
         return tuple(sorted(found, key=lambda info: info.key))
 
     def _info(self, entry: Any) -> ObjectInfo:
@@ -230,21 +239,11 @@ class S3Store(ObjectStore):
 
     def delete(self, key: str) -> None:
         """One request."""
-        with self._faults(f"cannot delete {key}"):
+        with self._call(f"cannot delete {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._name(key))
 
-    @contextmanager
-    def _faults(self, doing: str, missing: tuple[str, ...] = ()) -> Iterator[None]:
-        """Turn S3's errors into StorageFault; those named in ``missing`` end the block quietly."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") not in missing:
-                raise _fault(f"{doing} in {self.address}", error) from error
-        except BotoCoreError as error:
-            raise _fault(f"{doing} in {self.address}", error) from error
+    def _call(self, doing: str, quiet: tuple[str, ...] = ()) -> AbstractContextManager[None]:
+        return aws_call(f"{doing} in {self.address}", StorageFault, quiet=quiet)
 
 
 def _fault(what: str, error: Exception) -> StorageFault:
@@ -253,17 +252,16 @@ def _fault(what: str, error: Exception) -> StorageFault:
 
 def open_store(address: str | Path) -> ObjectStore:
     """Store at a folder path or ``s3://bucket/prefix``. S3 takes credentials, region and endpoint from boto3's
-    usual settings (``AWS_ENDPOINT_URL_S3`` for a local server). Raises StorageFault for an address of neither kind.
+    usual settings (``AWS_ENDPOINT_URL_S3`` for a local server). Raises StorageFault for an address of neither kind,
+    or settings that make no client.
     """
     text = str(address)
     if text.startswith("s3://"):
-        import boto3
-
         bucket, _, prefix = text.removeprefix("s3://").partition("/")
         if not bucket:
             message = f"no bucket in {text!r}"
             raise StorageFault(message)
-        return S3Store(boto3.client("s3"), bucket, prefix)
+        return S3Store(make_client("s3", None, StorageFault, read_s=S3_READ_S), bucket, prefix)
     if "://" in text:
         message = f"no store for {text!r}: give a folder or s3://bucket/prefix"
         raise StorageFault(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import botocore.session
 import pytest
@@ -19,6 +20,9 @@ SERVICES = {"s3": "s3", "ec2": "ec2", "pricing": "pricing", "service-quotas": "s
 
 OTHER_NAMES = {"s3:ListObjectsV2": "s3:ListBucket"}
 """Calls whose action has another name than the call."""
+
+SEARCHED = ("storage", "ingestion", "provisioning")
+"""Packages whose modules call AWS."""
 
 IMPLIED = {
     "ec2:CreateTags": "ec2:RunInstances",  # RunInstances with TagSpecifications
@@ -51,7 +55,7 @@ def _called() -> set[str]:
     """Actions of all calls in the modules that hold AWS clients."""
     operations = _operations()
     found = set()
-    for package in ("storage", "ingestion", "provisioning"):
+    for package in SEARCHED:
         for path in sorted((PROJECT / "coral_tasks" / package).glob("*.py")):
             source = path.read_text(encoding="utf-8")
             if "client" in source:
@@ -64,15 +68,22 @@ def _allowed() -> set[str]:
     return {one for entry in listed for one in ([entry] if isinstance(entry, str) else entry)}
 
 
+def _calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Calls of a function or method of that name under ``coral_tasks``, with their file."""
+    for path in sorted((PROJECT / "coral_tasks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and name in {getattr(node.func, "attr", ""), getattr(node.func, "id", "")}:
+                yield path, node
+
+
 def test_clients_live_where_this_test_looks() -> None:
-    """No other package makes an AWS client, and no client is of a service that is not known here."""
-    for path in (PROJECT / "coral_tasks").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "client":
-                assert path.parent.name in {"storage", "ingestion", "provisioning"}, path
-                service = node.args[0]
-                assert not isinstance(service, ast.Constant) or service.value in SERVICES, path
+    """boto3 makes clients in one place; who asks for one is in a package that is searched, for a service known here."""
+    assert [path.relative_to(PROJECT).as_posix() for path, _ in _calls("client")] == ["coral_tasks/cloud/aws.py"]
+    asked = list(_calls("make_client"))
+    assert {path.parent.name for path, _ in asked} == set(SEARCHED)
+    for path, call in asked:
+        service = call.args[0]
+        assert not isinstance(service, ast.Constant) or service.value in SERVICES, path
 
 
 def test_every_call_is_allowed_and_nothing_else() -> None:

@@ -281,7 +281,8 @@ class Bucket:
         assert wanted == {"Bucket": "b", "Prefix": "demand/"}
         objects = [("demand/1.csv", 1), ("demand/3.csv.tmp", 3), ("demand/2.csv", 2)]
         entries = [{"Key": key, "LastModified": NOW + timedelta(hours=h), "Size": 5} for key, h in objects]
-        return [{"Contents": entries[:2]}, {"Contents": entries[2:]}, {}]
+        found = [{"Contents": entries[:2]}, {"Contents": entries[2:]}, {}]
+        return [{"IsTruncated": number < 2, **page} for number, page in enumerate(found)]
 
     def get_object(self, **wanted: str) -> dict[str, Any]:
         assert wanted["Key"] == "demand/2.csv"
