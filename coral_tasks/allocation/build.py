@@ -19,8 +19,8 @@ from coral_tasks.allocation.problem import PHASES, RUNTIMES, AllocationProblem, 
 from coral_tasks.domain.fleet import Fleet, InstanceState, Node, ServingInstance
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
 from coral_tasks.domain.names import LibraryVersion, Market, NodeConfigurationId, RegionId, TemplateId
-from coral_tasks.domain.template_set import RUNTIME_CODES, TemplateSet
-from coral_tasks.domain.templates import ServingTemplate, template_id
+from coral_tasks.domain.template_set import TemplateSet
+from coral_tasks.domain.templates import ServingTemplate
 from coral_tasks.domain.validation import Checks
 
 COUNTED_STATES = (InstanceState.STARTING, InstanceState.READY)
@@ -299,14 +299,9 @@ def _row_in_set(one: TemplateSet, wanted: TemplateId) -> int | None:
             return None
         counts[one.configurations.index(NodeConfigurationId(name))] = int(number)
     for row in np.flatnonzero((one.node_counts == counts).all(axis=1)):
-        if _id_in_set(one, int(row)) == wanted:
+        if one.id_of(int(row)) == wanted:
             return int(row)
     return None
-
-
-def _id_in_set(one: TemplateSet, row: int) -> TemplateId:
-    runtime = RUNTIME_CODES[int(one.runtime[row])]
-    return template_id(model=one.model, phase=one.phase, slo=one.slo, nodes=one.nodes(row), runtime=runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +320,8 @@ class _Lookup:
         """Id of a row."""
         if row >= self.offsets[-1]:
             return self.extra[row - self.offsets[-1]].id
-        return _id_in_set(*self._place(row))
+        one, local = self._place(row)
+        return one.id_of(local)
 
     def serving_template(self, row: int) -> ServingTemplate:
         """The row as a ServingTemplate."""

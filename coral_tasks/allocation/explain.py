@@ -1,33 +1,30 @@
 """Why a plan is what it is: cost shares, what binds, what each option costs, what is short and what would help.
 
-Owns the probing (the problem solved again with one thing changed) and the sentences. Every figure comes from a checked
-plan; where a probe ran into its time limit the sentence says "at least".
+Owns what is probed (``probing`` solves the problem again with one thing changed) and the sentences. Every figure comes
+from a checked plan; where a probe ran into its time limit the sentence says "at least".
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_tasks.allocation.check import check_counts
 from coral_tasks.allocation.counts import Counts
 from coral_tasks.allocation.options import AllocationOptions, ModelRules
+from coral_tasks.allocation.probing import NOTHING, Prober
 from coral_tasks.allocation.problem import PHASES, AllocationProblem
-from coral_tasks.allocation.solve import counts_of_plan, solve_counts
+from coral_tasks.allocation.slo_step import NO_TIGHTER, SloStep, slo_step_sentences, slo_steps
 from coral_tasks.domain.errors import Infeasible
 from coral_tasks.domain.names import Market, Runtime
 from coral_tasks.domain.plan import AllocationPlan, SolveStatus
 from coral_tasks.domain.profiles import LimitedBy
+from coral_tasks.domain.template_set import TemplateSet
 
 MAX_PROBED_POOLS: Final = 6
-NOTHING: Final = 5e-4
-"""Savings below this, USD/h, are called none."""
-
 _LIMIT_TEXT: Final = {
     LimitedBy.WEIGHTS: "the memory left beside the weights",
     LimitedBy.KV: "memory for the KV cache",
@@ -105,49 +102,29 @@ class Explanation:
     options: tuple[OptionCost, ...]
     short: tuple[ShortModel, ...]
     bans: tuple[BanCost, ...] = ()
+    slo_steps: tuple[SloStep, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Probe:
-    """Outcome of the problem with one thing changed."""
+def explain_plan(
+    problem: AllocationProblem,
+    plan: AllocationPlan,
+    *,
+    time_limit_s: float = 30.0,
+    tighter: Sequence[TemplateSet] = (),
+    without_tighter: str = NO_TIGHTER,
+) -> Explanation:
+    """Explain a plan of this problem. Probes share ``time_limit_s``; those that find no time are left out.
 
-    money: float
-    unserved: float
-    exact: bool
-
-
-class _Prober:
-    """Solves changed problems within a total time."""
-
-    def __init__(self, problem: AllocationProblem, plan: AllocationPlan, *, time_limit_s: float) -> None:
-        self.problem, self.plan = problem, plan
-        self.counts = counts_of_plan(problem, plan)
-        self.report = check_counts(problem, self.counts)
-        self.deadline = time.monotonic() + time_limit_s
-        self.money = self.report.cost + self.report.startup
-        self.unserved = sum(self.report.shortfall)
-
-    def probe(self, changed: AllocationProblem) -> _Probe:
-        """Solve ``changed``, starting from the plan."""
-        limit = max(0.5, min(10.0, self.deadline - time.monotonic()))
-        solved = solve_counts(changed, time_limit_s=limit, gap=1e-6, previous=self.counts)
-        report = check_counts(changed, solved.counts)
-        exact = solved.status is not SolveStatus.TIME_LIMIT
-        return _Probe(money=report.cost + report.startup, unserved=sum(report.shortfall), exact=exact)
-
-    def has_time(self) -> bool:
-        """Whether another probe may start."""
-        return time.monotonic() < self.deadline
-
-
-def explain_plan(problem: AllocationProblem, plan: AllocationPlan, *, time_limit_s: float = 30.0) -> Explanation:
-    """Explain a plan of this problem. Probes share ``time_limit_s``; those that find no time are left out."""
-    prober = _Prober(problem, plan, time_limit_s=time_limit_s)
+    ``tighter``: template sets of the plan's models with an SLO one step tighter; where there are none
+    ``without_tighter`` is said in place of what that would cost.
+    """
+    prober = Prober(problem, plan, time_limit_s=time_limit_s)
     shares = _shares(problem, prober.counts)
     binding = tuple(_binding(prober))
     options = tuple(_option_costs(prober))
     short = tuple(_short_models(prober, binding, options))
     bans = tuple(_ban_costs(prober))
+    steps = tuple(slo_steps(prober, tighter))
     sentences = (
         *_headline(prober),
         *_share_sentences(shares),
@@ -157,11 +134,20 @@ def explain_plan(problem: AllocationProblem, plan: AllocationPlan, *, time_limit
         *_short_sentences(short),
         *_limit_sentences(plan),
         *_slo_sentences(plan),
+        *(slo_step_sentences(steps) if tighter else [without_tighter]),
         *_rule_sentences(prober),
         *problem.notes,
         *_excluded_sentences(problem),
     )
-    return Explanation(sentences=sentences, shares=shares, binding=binding, options=options, short=short, bans=bans)
+    return Explanation(
+        sentences=sentences,
+        shares=shares,
+        binding=binding,
+        options=options,
+        short=short,
+        bans=bans,
+        slo_steps=steps,
+    )
 
 
 def _told(problem: AllocationProblem) -> list[tuple[str, str, str]]:
@@ -205,7 +191,7 @@ def _share_sentences(shares: tuple[Share, ...]) -> Iterator[str]:
             yield f"Cost by {of}, USD/h: {listed}."
 
 
-def _headline(prober: _Prober) -> Iterator[str]:
+def _headline(prober: Prober) -> Iterator[str]:
     proof = prober.plan.certificate
     costs = f"The plan costs {proof.cost_usd_per_hour:.2f} USD/h, start-up charge {proof.startup_usd_per_hour:.2f};"
     if proof.bound_usd_per_hour <= 0 and proof.status is SolveStatus.TIME_LIMIT:
@@ -232,7 +218,7 @@ def _pool_name(problem: AllocationProblem, z: int, c: int) -> str:
     return f"{problem.configurations[c]} in {problem.regions[zone.region]}{market}"
 
 
-def _full_pools(prober: _Prober) -> list[tuple[int, int]]:
+def _full_pools(prober: Prober) -> list[tuple[int, int]]:
     """Pools used to the last node, dearest first."""
     problem, used = prober.problem, np.array(prober.report.used)
     full = used >= problem.available_nodes
@@ -242,7 +228,7 @@ def _full_pools(prober: _Prober) -> list[tuple[int, int]]:
     return sorted(pools, key=lambda pool: (-int(used[pool] > 0), -problem.price_usd_per_hour[pool], pool))
 
 
-def _binding(prober: _Prober) -> Iterator[BindingPool]:
+def _binding(prober: Prober) -> Iterator[BindingPool]:
     for z, c in _full_pools(prober)[:MAX_PROBED_POOLS]:
         if not prober.has_time():
             return
@@ -328,7 +314,7 @@ def _lifted_rules(rules: ModelRules) -> Iterator[tuple[str, ModelRules]]:
         yield text, replace(rules, allowed_runtimes=None)
 
 
-def _option_costs(prober: _Prober) -> Iterator[OptionCost]:
+def _option_costs(prober: Prober) -> Iterator[OptionCost]:
     for text, options in _lifted_options(prober.problem):
         if not prober.has_time():
             return
@@ -357,7 +343,7 @@ def _option_sentences(options: tuple[OptionCost, ...]) -> Iterator[str]:
 # -- what doing without something would cost -------------------------------------------------------------------------
 
 
-def _bans(prober: _Prober) -> Iterator[tuple[str, AllocationProblem | None]]:
+def _bans(prober: Prober) -> Iterator[tuple[str, AllocationProblem | None]]:
     """Each region, then every runtime but vLLM; None where the plan does without it already, which costs nothing."""
     problem, used = prober.problem, np.array(prober.report.used)
     if len(problem.regions) > 1:
@@ -377,7 +363,7 @@ def _without_zones(problem: AllocationProblem, zones: list[int]) -> AllocationPr
     return replace(problem, available_nodes=available)
 
 
-def _ban_costs(prober: _Prober) -> Iterator[BanCost]:
+def _ban_costs(prober: Prober) -> Iterator[BanCost]:
     for text, changed in _bans(prober):
         if changed is None:
             yield BanCost(ban=text, cost_usd_per_hour=0.0, loses_requests_per_s=0.0, exact=True)
@@ -418,7 +404,7 @@ def _ban_sentences(bans: tuple[BanCost, ...]) -> Iterator[str]:
 
 
 def _short_models(
-    prober: _Prober, binding: tuple[BindingPool, ...], options: tuple[OptionCost, ...]
+    prober: Prober, binding: tuple[BindingPool, ...], options: tuple[OptionCost, ...]
 ) -> Iterator[ShortModel]:
     problem = prober.problem
     for m, model in enumerate(problem.models):
@@ -447,7 +433,7 @@ def _reason(problem: AllocationProblem, m: int, rows: NDArray[np.int64], options
     return "supply"
 
 
-def _short_phases(prober: _Prober, m: int) -> tuple[str, ...]:
+def _short_phases(prober: Prober, m: int) -> tuple[str, ...]:
     """Phases that carry no more than is served: they would have to grow, the others have room."""
     problem = prober.problem
     tokens = (problem.prompt_tokens[m], problem.output_tokens[m])
@@ -465,7 +451,7 @@ def _short_phases(prober: _Prober, m: int) -> tuple[str, ...]:
     )
 
 
-def _exhausted(prober: _Prober, m: int, rows: NDArray[np.int64]) -> tuple[str, ...]:
+def _exhausted(prober: Prober, m: int, rows: NDArray[np.int64]) -> tuple[str, ...]:
     problem, used = prober.problem, np.array(prober.report.used)
     wanted = problem.templates.nodes[rows].any(axis=0) if len(rows) else np.zeros(len(problem.configurations), bool)
     allowed = problem.allowed()[m]
@@ -516,17 +502,13 @@ def _limit_sentences(plan: AllocationPlan) -> Iterator[str]:
 
 
 def _slo_sentences(plan: AllocationPlan) -> Iterator[str]:
-    """A plan rests on one SLO for each model: what another one costs takes templates that are not there."""
     limits = {template.model: template.slo for template in plan.templates}
     if limits:
         listed = ", ".join(f"{m} {slo.ttft_s:g} s and {slo.tpot_s:g} s/token" for m, slo in sorted(limits.items()))
-        yield (
-            f"SLO: {listed}. The library holds templates of one SLO for each model, so what one step tighter or looser"
-            " costs cannot be read from it: build a library with the other SLO, plan with it, compare the costs."
-        )
+        yield f"SLO: {listed}."
 
 
-def _rule_sentences(prober: _Prober) -> Iterator[str]:
+def _rule_sentences(prober: Prober) -> Iterator[str]:
     problem, report = prober.problem, prober.report
     for m, model in enumerate(problem.models):
         missing = report.missing_minimum[m]
@@ -543,7 +525,7 @@ def _rule_sentences(prober: _Prober) -> Iterator[str]:
         yield "Supply went to the higher priority class first, floors before all."
 
 
-def _reserved_sentences(prober: _Prober) -> Iterator[str]:
+def _reserved_sentences(prober: Prober) -> Iterator[str]:
     problem = prober.problem
     for z, zone in enumerate(problem.zones):
         if zone.market is Market.RESERVED:

@@ -5,7 +5,7 @@ Owns the changes a person may ask for; solves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from coral_tasks.allocation.options import AllocationOptions, ModelRules
 from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.domain.errors import UnknownName
-from coral_tasks.domain.names import Market, ModelId, NodeConfigurationId, RegionId, Runtime
+from coral_tasks.domain.names import Market, ModelId, NodeConfigurationId, RegionId, Runtime, TemplateId
 from coral_tasks.domain.plan import AllocationPlan
+from coral_tasks.domain.templates import ServingTemplate
 
 
 def with_demand_factor(problem: AllocationProblem, factor: float, model: ModelId | None = None) -> AllocationProblem:
@@ -120,7 +121,10 @@ def _index[Name: str](names: Sequence[Name], wanted: Name, kind: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A plan against another. Money in USD/h, shortfalls in requests/s, instances by (template, region, market)."""
+    """A plan against another. Money in USD/h, shortfalls in requests/s, instances by (template, region, market).
+
+    ``retuned``: the same nodes and runtime under a template of another SLO, which neither start nor stop.
+    """
 
     cost_before: float
     cost_after: float
@@ -128,6 +132,7 @@ class Comparison:
     shortfall_after: float
     started: tuple[str, ...]
     stopped: tuple[str, ...]
+    retuned: tuple[str, ...] = ()
 
     @property
     def saving(self) -> float:
@@ -135,22 +140,43 @@ class Comparison:
         return self.cost_before - self.cost_after
 
 
+_Place = tuple[TemplateId, RegionId, Market]
+
+
 def compare_plans(before: AllocationPlan, after: AllocationPlan) -> Comparison:
     """What changes from one plan to the other."""
-    old = {(row.template, row.region, row.market): row.count for row in before.instances}
-    new = {(row.template, row.region, row.market): row.count for row in after.instances}
-    started: list[str] = []
-    stopped: list[str] = []
-    for key in sorted({*old, *new}):
-        change = new.get(key, 0) - old.get(key, 0)
-        text = f"{abs(change)} x {key[0]} in {key[1]} {key[2].value}"
-        if change:
-            (started if change > 0 else stopped).append(text)
+    old, new = (_counts(plan) for plan in (before, after))
+    change = {key: new.get(key, 0) - old.get(key, 0) for key in sorted({*old, *new})}
+    retuned = tuple(_retuned(change, {one.id: one for plan in (before, after) for one in plan.templates}))
     return Comparison(
         cost_before=before.certificate.cost_usd_per_hour,
         cost_after=after.certificate.cost_usd_per_hour,
         shortfall_before=sum(row.shortfall_requests_per_s for row in before.shortfalls),
         shortfall_after=sum(row.shortfall_requests_per_s for row in after.shortfalls),
-        started=tuple(started),
-        stopped=tuple(stopped),
+        started=tuple(f"{n} x {_named(key)}" for key, n in change.items() if n > 0),
+        stopped=tuple(f"{-n} x {_named(key)}" for key, n in change.items() if n < 0),
+        retuned=retuned,
     )
+
+
+def _counts(plan: AllocationPlan) -> dict[_Place, int]:
+    return {(row.template, row.region, row.market): row.count for row in plan.instances}
+
+
+def _named(key: _Place) -> str:
+    return f"{key[0]} in {key[1]} {key[2].value}"
+
+
+def _retuned(change: dict[_Place, int], templates: Mapping[TemplateId, ServingTemplate]) -> Iterator[str]:
+    """Pairs of a stop and a start that are the same machines; both are taken out of ``change``."""
+
+    def machines(key: _Place) -> tuple[object, ...]:
+        one = templates[key[0]]
+        return one.model, one.phase, one.nodes, one.runtime, *key[1:]
+
+    for new in [key for key, n in change.items() if n > 0]:
+        for old in [key for key, n in change.items() if n < 0 and machines(key) == machines(new)]:
+            count = min(change[new], -change[old])
+            if count:
+                change[new], change[old] = change[new] - count, change[old] + count
+                yield f"{count} x {_named(old)} as {new[0]}"

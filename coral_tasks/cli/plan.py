@@ -105,6 +105,10 @@ def whatif(
     without_region: Annotated[list[str] | None, typer.Option("--without-region")] = None,
     without_configuration: Annotated[list[str] | None, typer.Option("--without-configuration")] = None,
     runtime: Annotated[list[str] | None, typer.Option("--runtime", help="Only these runtimes.")] = None,
+    slo_step: Annotated[
+        list[str] | None,
+        typer.Option("--slo-step", help="MODEL or all: plan with the library's templates of an SLO one step tighter."),
+    ] = None,
     options: Annotated[str | None, typer.Option("--options", help="Other allocation options, JSON.")] = None,
     as_json: _JSON = False,
 ) -> None:
@@ -116,6 +120,7 @@ def whatif(
         without_regions=tuple(without_region or ()),
         without_configurations=tuple(without_configuration or ()),
         runtimes=tuple(runtime or ()),
+        slo_step=tuple(slo_step or ()),
         options=options,
     )
     difference, _ = planning.what_if(path, changes)
@@ -124,6 +129,7 @@ def whatif(
         return
     typer.echo(f"cost {difference.cost_before:.4f} -> {difference.cost_after:.4f} USD/h")
     typer.echo(f"unserved {difference.shortfall_before:.4g} -> {difference.shortfall_after:.4g} requests/s")
-    for verb, rows in (("start", difference.started), ("stop", difference.stopped)):
+    moved = (("keep", difference.retuned), ("start", difference.started), ("stop", difference.stopped))
+    for verb, rows in moved:
         for row in rows:
             typer.echo(f"{verb} {row}")

@@ -107,9 +107,10 @@ class TemplateSet:
     @cached_property
     def ids(self) -> tuple[TemplateId, ...]:
         """Template id of each row."""
-        return tuple(self._id(row) for row in range(len(self)))
+        return tuple(self.id_of(row) for row in range(len(self)))
 
-    def _id(self, row: int) -> TemplateId:
+    def id_of(self, row: int) -> TemplateId:
+        """Template id of one row, without those of all the others."""
         runtime = RUNTIME_CODES[int(self.runtime[row])]
         return template_id(model=self.model, phase=self.phase, slo=self.slo, nodes=self.nodes(row), runtime=runtime)
 
@@ -125,7 +126,7 @@ class TemplateSet:
         """One row as a ServingTemplate."""
         used = np.flatnonzero(self.node_counts[row])
         return ServingTemplate(
-            id=self._id(row),
+            id=self.id_of(row),
             model=self.model,
             phase=self.phase,
             slo=self.slo,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from coral_tasks.domain.errors import Infeasible, StorageFault, ValidationFailed, Violation
+from coral_tasks.domain.errors import Infeasible, StorageFault, Unavailable, UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.names import ModelId, NodeConfigurationId, RegionId, Runtime
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from coral_tasks.allocation.problem import AllocationProblem
     from coral_tasks.allocation.whatif import Comparison
     from coral_tasks.domain.plan import AllocationPlan
+    from coral_tasks.domain.template_set import TemplateSet
 
 CASE_TOLERANCE: Final = 1e-6
 """Relative difference allowed between an oracle's optimum and ours."""
@@ -192,10 +193,25 @@ def _write(path: Path, data: bytes) -> None:
 def explain_file(path: Path, *, time_limit_s: float) -> Explanation:
     """Explain a plan.json by the inputs that request.json beside it names."""
     from coral_tasks.allocation.explain import explain_plan
+    from coral_tasks.allocation.slo_step import NO_TIGHTER
 
     request, problem = _taken_up(path)
-    del request
-    return explain_plan(problem, read_plan(path), time_limit_s=time_limit_s)
+    tighter: tuple[TemplateSet, ...] = ()
+    without = NO_TIGHTER
+    try:
+        tighter = _tighter_sets(request, problem)
+    except StorageFault as fault:  # no plan rests on them: the rest of the explanation is still owed
+        without = f"What an SLO one step tighter would cost is not known: {fault}."
+    plan = read_plan(path)
+    return explain_plan(problem, plan, time_limit_s=time_limit_s, tighter=tighter, without_tighter=without)
+
+
+def _tighter_sets(request: PlanRequest, problem: AllocationProblem) -> tuple[TemplateSet, ...]:
+    """Sets with an SLO one step tighter of the problem's models, from the library version it was made from."""
+    from coral_tasks.storage.library import read_tighter
+    from coral_tasks.storage.objects import open_store
+
+    return read_tighter(open_store(request.library), problem.library_version, models=problem.models)
 
 
 def _taken_up(path: Path) -> tuple[PlanRequest, AllocationProblem]:
@@ -205,7 +221,10 @@ def _taken_up(path: Path) -> tuple[PlanRequest, AllocationProblem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a person asks "what if" about. Factors: "NAME=1.2"; nodes: "REGION/CONFIGURATION=+3"."""
+    """What a person asks "what if" about. Factors: "NAME=1.2"; nodes: "REGION/CONFIGURATION=+3".
+
+    ``slo_step``: models to be planned with the templates of their tighter SLO; "all" stands for every model.
+    """
 
     demand: tuple[str, ...] = ()
     prices: tuple[str, ...] = ()
@@ -213,6 +232,7 @@ class Changes:
     without_regions: tuple[str, ...] = ()
     without_configurations: tuple[str, ...] = ()
     runtimes: tuple[str, ...] = ()
+    slo_step: tuple[str, ...] = ()
     options: str | None = None
 
 
@@ -222,8 +242,35 @@ def what_if(path: Path, changes: Changes) -> tuple[Comparison, AllocationPlan]:
 
     request, problem = _taken_up(path)
     before = read_plan(path)
-    after = solve(changed_problem(problem, changes), request, before)
+    changed = changed_problem(problem, changes)
+    if changes.slo_step:
+        changed = _one_step_tighter(request, changed, changes.slo_step)
+    after = solve(changed, request, before)
     return compare_plans(before, after), after
+
+
+def _one_step_tighter(request: PlanRequest, problem: AllocationProblem, names: Sequence[str]) -> AllocationProblem:
+    """Models with demand among ``names`` planned with their tighter sets.
+
+    Raises UnknownName, StorageFault, Unavailable where the library has no such sets.
+    """
+    from coral_tasks.allocation.tighter import with_tighter
+
+    for name in names:
+        if name != "all" and name not in problem.models:
+            raise UnknownName(kind="model", name=name, known=[str(one) for one in problem.models])
+    asked = [one for one in problem.models if "all" in names or one in names]
+    sets = _tighter_sets(request, problem)
+    there = {one.model for one in sets}
+    absent = [
+        str(one)
+        for one, rate in zip(problem.models, problem.required_requests_per_s, strict=True)
+        if one in asked and one not in there and (rate > 0 or one in names)
+    ]
+    if absent:
+        how = "build it with coral library build --slo-step, or at night with CORAL_SLO_STEP above 0"
+        raise Unavailable(f"the library holds no templates of a tighter SLO for {', '.join(absent)}; {how}")
+    return with_tighter(problem, sets, [one for one in asked if one in there]).problem
 
 
 def changed_problem(problem: AllocationProblem, changes: Changes) -> AllocationProblem:

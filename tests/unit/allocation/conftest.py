@@ -26,6 +26,8 @@ class World:
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, dict[str, int], float, Runtime]] = []
+        self.tight_rows: list[tuple[str, str, dict[str, int], float, Runtime]] = []
+        self.empty: list[tuple[str, str]] = []
         self.demand: list[Demand] = []
         self.prices: list[NodePrice] = []
         self.availability: list[NodeAvailability] = []
@@ -35,6 +37,14 @@ class World:
     def template(self, model, phase, nodes, throughput, runtime=Runtime.VLLM):
         """A template: phase "p", "d" or "a"; nodes as {configuration: count}."""
         self.rows.append((model, phase, nodes, throughput, runtime))
+        return self
+
+    def tight(self, model, phase, nodes=None, throughput=0.0, runtime=Runtime.VLLM):
+        """A template at 0.8 times the limits; without nodes: a set of that model and phase that holds none."""
+        if nodes is None:
+            self.empty.append((model, phase))
+        else:
+            self.tight_rows.append((model, phase, nodes, throughput, runtime))
         return self
 
     def ask(self, model, requests_per_s, prompt=100.0, output=10.0):
@@ -88,11 +98,11 @@ class World:
 
     def sets(self) -> list[TemplateSet]:
         """Template sets of everything in the library."""
-        configurations = tuple(sorted({name for row in self.rows for name in row[2]}))
-        groups: dict[tuple[str, str], list] = {}
-        for row in self.rows:
-            groups.setdefault((row[0], row[1]), []).append(row)
-        return [_set(model, PHASE[phase], rows, configurations) for (model, phase), rows in groups.items()]
+        return _sets(self.rows, [], SLO)
+
+    def tighter(self, factor: float = 0.8) -> list[TemplateSet]:
+        """Template sets of the tighter SLO."""
+        return _sets(self.tight_rows, self.empty, SLO.times(factor))
 
     def problem(self, **options):
         """The joined problem."""
@@ -108,9 +118,18 @@ class World:
         )
 
 
-def _set(model, phase, rows, configurations) -> TemplateSet:
+def _sets(rows, empty, slo) -> list[TemplateSet]:
+    configurations = tuple(sorted({name for row in rows for name in row[2]})) or ("L4x1",)
+    groups: dict[tuple[str, str], list] = {name: [] for name in empty}
+    for row in rows:
+        groups.setdefault((row[0], row[1]), []).append(row)
+    return [_set(model, PHASE[phase], mine, configurations, slo) for (model, phase), mine in groups.items()]
+
+
+def _set(model, phase, rows, configurations, slo) -> TemplateSet:
     counts = np.array([[row[2].get(name, 0) for name in configurations] for row in rows], dtype=np.int16)
-    slots = int(counts.sum(axis=1).max())
+    counts = counts.reshape(-1, len(configurations))
+    slots = int(counts.sum(axis=1).max(initial=1))
     stage = np.full((len(rows), slots), -1, dtype=np.int8)
     for k, row in enumerate(counts):
         stage[k, : row.sum()] = 0
@@ -119,7 +138,7 @@ def _set(model, phase, rows, configurations) -> TemplateSet:
     return TemplateSet(
         model=model,
         phase=phase,
-        slo=SLO,
+        slo=slo,
         latency_split=LatencySplit.FREE,
         num_layers=8,
         total_quanta=60,

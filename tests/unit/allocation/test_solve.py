@@ -14,6 +14,7 @@ import pytest
 from coral_tasks.allocation import supervise
 from coral_tasks.allocation.check import check_plan
 from coral_tasks.allocation.explain import explain_plan
+from coral_tasks.allocation.slo_step import NO_TIGHTER
 from coral_tasks.allocation.solve import solve_allocation, solve_counts
 from coral_tasks.allocation.whatif import compare_plans, with_demand_factor, with_more_nodes, with_price_factor
 from coral_tasks.domain.errors import SolverFault, UnknownName
@@ -213,6 +214,8 @@ def test_explanation_says_that_nothing_is_proved(pair):
 def test_explanation_says_what_the_library_cannot_tell_of_slos(pair):
     """The library of the fixture holds one SLO, 1 s and 0.1 s/token: the explanation names it and says what to do."""
     problem = pair.problem()
-    told = "\n".join(explain_plan(problem, solve_allocation(problem, gap=1e-9), time_limit_s=0.0).sentences)
-    assert "SLO: m 1 s and 0.1 s/token." in told
-    assert "what one step tighter or looser costs cannot be read from it" in told
+    told = explain_plan(problem, solve_allocation(problem, gap=1e-9), time_limit_s=0.0)
+    assert "SLO: m 1 s and 0.1 s/token." in told.sentences
+    assert NO_TIGHTER in told.sentences
+    assert "coral library build --slo-step 0.8" in NO_TIGHTER
+    assert told.slo_steps == ()

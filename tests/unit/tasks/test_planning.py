@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coral_tasks.cli import app
-from coral_tasks.domain.errors import ExpectedOutcome, StorageFault, ValidationFailed
+from coral_tasks.domain.errors import ExpectedOutcome, StorageFault, Unavailable, UnknownName, ValidationFailed
 from coral_tasks.domain.models import LatencySlo
 from coral_tasks.domain.names import LatencySplit, Phase
 from coral_tasks.domain.profiles import ProfileSource
@@ -25,8 +26,11 @@ CASES = Path(__file__).parents[2] / "data" / "allocation_cases"
 EAST = "aws/us-east-2"
 
 
-def library(folder: Path) -> str:
-    """A published library: one model, aggregated, 1 request/s on one L4x1 or on one H100x1."""
+def library(folder: Path, *, tighter: float | None = None) -> str:
+    """A published library: one model, aggregated, 1 request/s on one L4x1 or on one H100x1.
+
+    ``tighter``: requests/s of both at 0.8 times the limits, 0 for templates of neither; None: no such sets.
+    """
     counts = np.array([[1, 0], [0, 1]], dtype=np.int16)
     one = np.ones((2, 1), dtype=np.int16)
     templates = TemplateSet(
@@ -51,9 +55,20 @@ def library(folder: Path) -> str:
     )
     store = open_store(str(folder))
     write_part(store, "part", templates, {})
-    manifest = write_version(store, [read_part(store, "part")], {})
+    aside = []
+    if tighter is not None:
+        write_part(store, "aside", _tightened(templates, tighter), {})
+        aside.append(read_part(store, "aside"))
+    manifest = write_version(store, [read_part(store, "part")], {}, tighter=aside)
     publish_version(store, manifest, now=NOW)
     return str(folder)
+
+
+def _tightened(templates: TemplateSet, throughput: float) -> TemplateSet:
+    rows = 2 if throughput else 0
+    names = ("node_counts", "runtime", "limited_by", "num_stages", "slot_stage", "stage_layers", "stage_quanta")
+    columns = {name: getattr(templates, name)[:rows] for name in names}
+    return replace(templates, slo=templates.slo.times(0.8), throughput=np.full(rows, throughput), **columns)
 
 
 @pytest.fixture
@@ -94,6 +109,59 @@ def test_plan_explain_and_what_if(files, tmp_path):
     assert (more["cost_before"], more["cost_after"]) == (7.0, 3.0)
     none = json.loads(call("whatif", str(out / "plan.json"), "--without-configuration", "L4x1", "--json"))
     assert none["cost_after"] == 15.0
+
+
+OF_M = "An SLO one step tighter (0.8 times: 0.8 s and 80 ms) for m would"
+
+
+def test_the_price_of_a_tighter_slo(files, tmp_path):
+    """At half the rate 3 requests/s take 2 L4x1 and 4 H100x1, 22 USD/h instead of 7: told, and planned on request."""
+    library(tmp_path / "library", tighter=0.5)
+    out = str(tmp_path / "out" / "plan.json")
+    plan = json.loads(call("plan", *files, "--in-process", "--gap", "0", "--out", str(tmp_path / "out"), "--json"))
+    assert plan["certificate"]["cost_usd_per_hour"] == 7.0
+    assert f"{OF_M} cost 15.00 USD/h more." in call("explain", out)
+    for name in ("m", "all"):
+        asked = json.loads(call("whatif", out, "--slo-step", name, "--json"))
+        assert (asked["cost_before"], asked["cost_after"]) == (7.0, 22.0)
+    with_nodes = json.loads(call("whatif", out, "--slo-step", "all", "--nodes", f"{EAST}/L4x1=+4", "--json"))
+    assert with_nodes["cost_after"] == 6.0
+    told = call("whatif", out, "--slo-step", "m")
+    assert "cost 7.0000 -> 22.0000 USD/h" in told
+    assert f"keep 2 x m/aggregated/100ms/1*L4x1/vllm in {EAST} on_demand as m/aggregated/80ms/1*L4x1/vllm" in told
+
+
+def test_an_old_plan_is_explained_by_the_version_it_was_made_from(files, tmp_path):
+    """A library without tighter sets says how to get them; asking for a plan with them is an expected no."""
+    out = str(tmp_path / "out" / "plan.json")
+    call("plan", *files, "--in-process", "--out", str(tmp_path / "out"))
+    assert "coral library build --slo-step 0.8" in call("explain", out)
+    for name in ("m", "all"):
+        with pytest.raises(Unavailable, match="no templates of a tighter SLO for m; build it with"):
+            call("whatif", out, "--slo-step", name)
+    with pytest.raises(UnknownName, match="known: m"):
+        call("whatif", out, "--slo-step", "n")
+
+
+def test_a_tighter_slo_that_nothing_holds_is_planned_as_shortage(files, tmp_path):
+    """No template at 0.8 times the limits: explained as such, and the plan asked for serves nothing of 3 requests/s."""
+    library(tmp_path / "library", tighter=0.0)
+    out = str(tmp_path / "out" / "plan.json")
+    call("plan", *files, "--in-process", "--out", str(tmp_path / "out"))
+    assert "No template holds m at 0.8 times its limits (0.8 s and 80 ms)." in call("explain", out)
+    asked = json.loads(call("whatif", out, "--slo-step", "m", "--json"))
+    assert (asked["cost_after"], asked["shortfall_after"]) == (0.0, pytest.approx(3.0))
+
+
+def test_damaged_tighter_files_leave_the_rest_of_the_explanation(files, tmp_path):
+    """No plan rests on them: the fault is named in its place, everything else is still told."""
+    library(tmp_path / "library", tighter=0.5)
+    call("plan", *files, "--in-process", "--gap", "0", "--out", str(tmp_path / "out"))
+    (victim,) = (tmp_path / "library" / "tighter").rglob("*.parquet")
+    victim.write_bytes(b"?")
+    told = call("explain", str(tmp_path / "out" / "plan.json"))
+    assert "What an SLO one step tighter would cost is not known: tighter/" in told
+    assert f"All 2 L4x1 in {EAST} are used; one more would save 4.00 USD/h." in told
 
 
 def test_equal_files_give_equal_plans(files):
