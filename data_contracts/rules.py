@@ -56,7 +56,7 @@ def timeless_rules(contract: Contract) -> tuple[Rule, ...]:
 
 def standard_rules(contract: Contract) -> tuple[Rule, ...]:
     """Row count, presence, finiteness, names, times and key: what follows from the columns alone."""
-    rules = [_row_count(contract), _row_jump()]
+    rules = [_row_count(contract), _row_jump(contract)]
     rules += [_present(column) for column in contract.columns if not (column.nullable or column.blank)]
     rules += [_finite(column) for column in contract.columns if pa.types.is_floating(column.type)]
     rules += [_name(column) for column in contract.columns if _holds_names(contract, column)]
@@ -256,7 +256,8 @@ def _row_count(contract: Contract) -> Rule:
     return Rule(name="row_count", text=text, columns=(), expect=expect, broken=broken)
 
 
-def _row_jump() -> Rule:
+def _row_jump(contract: Contract) -> Rule:
+    """Refuses, except where no rows are an answer: such a table fills up too, as when the first agents come."""
     def expect(_: str, context: GateContext) -> Expectation | None:
         if context.previous is None:
             return None
@@ -273,7 +274,8 @@ def _row_jump() -> Rule:
         columns=(),
         expect=expect,
         broken=Broken(context=tiny),
-        releasable=True,
+        releasable=not contract.empty_ok,
+        severity=Severity.WARNING if contract.empty_ok else Severity.CRITICAL,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,17 +32,6 @@ pytestmark = [
 ]
 
 
-def free_ports(count: int) -> int:
-    """First port of a range that was free a moment ago."""
-    for first in range(37000, 60000, count):
-        try:
-            with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + count - 1)):
-                return first
-        except OSError:
-            continue
-    raise AssertionError("no free ports")
-
-
 def small_demand(folder: Path) -> None:
     """A demand file of this moment, small enough for a laptop."""
     head = (
@@ -57,9 +45,9 @@ def small_demand(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[str]:
+def served(tmp_path_factory, ports_in_a_row) -> Iterator[str]:
     """Address of Airflow's UI in mode approve, with a library and agents; all processes are ended afterwards."""
-    home, port = tmp_path_factory.mktemp("approval"), free_ports(1601)
+    home, port = tmp_path_factory.mktemp("approval"), ports_in_a_row(1601)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CORAL_HOME", str(home))
         patch.setenv("CORAL_UI_PORT", str(port))

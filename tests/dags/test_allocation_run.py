@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sqlite3
 import threading
 import time
@@ -38,24 +37,13 @@ def conf(rate: float, **params: object) -> str:
     return json.dumps({"as_of": "2026-11-29T12:00:00+00:00", "demand": demand, **params})
 
 
-def free_range(count: int) -> int:
-    """First port of a range that was free a moment ago."""
-    for first in range(33000, 60000, count):
-        try:
-            with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + count - 1)):
-                return first
-        except OSError:
-            continue
-    raise AssertionError("no free ports")
-
-
 @pytest.fixture(scope="module")
-def home(dag_bag):
+def home(dag_bag, ports_in_a_row):
     """The session's Airflow home with a library and agents."""
     del dag_bag
     folder = Path(os.environ["CORAL_HOME"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CORAL_FIRST_AGENT_PORT", str(free_range(1600)))
+        patch.setenv("CORAL_FIRST_AGENT_PORT", str(ports_in_a_row(1600)))
         # Only the scheduler ends a wait, and it is asked to for one run below.
         patch.setenv("CORAL_APPROVAL_TIMEOUT_S", "1")
         migrate_database(folder)

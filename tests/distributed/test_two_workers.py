@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scaleout import BUCKET, WORKERS, Stack, free_port, missing_packages, running_stack, start_components, wait_for
+from scaleout import BUCKET, WORKERS, Stack, missing_packages, running_stack, start_components, wait_for
 
 from coral_tasks.domain.plan import AllocationPlan
 from coral_tasks.settings import Settings
@@ -31,7 +31,7 @@ LIBRARY, ALLOCATION = "coral_template_library", "coral_allocation"
 
 
 @pytest.fixture(scope="module")
-def stack():
+def stack(ports_in_a_row):
     """Servers, components, three local agents and two workers."""
     missing = missing_packages()
     if missing:
@@ -40,7 +40,7 @@ def stack():
     with pytest.MonkeyPatch.context() as patch, running_stack(root) as made:
         for name, value in made.environment.items():
             patch.setenv(name, value)
-        patch.setenv("CORAL_FIRST_AGENT_PORT", str(_free_range(1600)))
+        patch.setenv("CORAL_FIRST_AGENT_PORT", str(ports_in_a_row(1600)))
         demo.ensure_agents(Settings())
         try:
             start_components(made)
@@ -50,14 +50,6 @@ def stack():
         finally:
             local_fleet.stop_agents(made.home)
     shutil.rmtree(root)
-
-
-def _free_range(count: int) -> int:
-    """First port of a range whose ends were free a moment ago."""
-    while True:
-        first = free_port()
-        if first + count < 65000:
-            return first
 
 
 def _object(name: str) -> bytes:
@@ -81,6 +73,12 @@ def _launches(stack: Stack) -> dict[str, int]:
         database.close()
         found |= {slot["node"]: slot["num_launches"] for slot in slots if slot.get("num_launches")}
     return found
+
+
+def _ends_of_engines(stack: Stack) -> str:
+    """What the agents' logs say of engines that ended."""
+    lines = [line for log in stack.home.glob("agents/*/agent.log") for line in log.read_text().splitlines()]
+    return "\n".join(line for line in lines if "ended" in line or "exit" in line)[-4000:]
 
 
 def _engines(stack: Stack) -> int:
@@ -127,7 +125,7 @@ def test_a_worker_killed_in_the_middle_of_a_dispatch_starts_nothing_twice(stack)
     )
     planned = {(row.template, row.region): row.count for row in plan.instances}
     assert len(fleet.instances) == sum(planned.values())
-    assert set(launches.values()) == {1}
+    assert set(launches.values()) == {1}, _ends_of_engines(stack)
     assert len(launches) == sum(len(one.nodes) for one in fleet.instances)
     assert num_engines <= len(launches)
     tries = {task["task_id"]: task["try_number"] for task in stack.tasks(ALLOCATION, run)}

@@ -46,17 +46,6 @@ def _allocate(run_id: str, **params: str) -> dict:
     return result
 
 
-def _free_range(count: int) -> int:
-    """First port of a range that was free a moment ago."""
-    for first in range(30000, 60000, count):
-        try:
-            with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + count - 1)):
-                return first
-        except OSError:
-            continue
-    raise AssertionError("no free ports")
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A home with a published core library, made once."""
@@ -75,9 +64,9 @@ def home(built, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_fleet_is_brought_to_the_plan_and_a_second_run_sends_nothing(home, monkeypatch) -> None:
+def test_the_fleet_is_brought_to_the_plan_and_a_second_run_sends_nothing(home, monkeypatch, ports_in_a_row) -> None:
     """Agents start what was planned; the same inputs again give the same instances and no command."""
-    monkeypatch.setenv("CORAL_FIRST_AGENT_PORT", str(_free_range(1600)))
+    monkeypatch.setenv("CORAL_FIRST_AGENT_PORT", str(ports_in_a_row(1600)))
     demo.ensure_agents(Settings())
     try:
         first = _allocate("first")
@@ -256,9 +245,9 @@ def test_a_data_folder_without_permission_is_named(tmp_path) -> None:
         demo.require_writable(tmp_path / "file" / "home")
 
 
-def test_a_taken_agent_port_is_named(home, monkeypatch) -> None:
+def test_a_taken_agent_port_is_named(home, monkeypatch, ports_in_a_row) -> None:
     """The message names the port and whose it was to be."""
-    first = _free_range(1600)
+    first = ports_in_a_row(1600)
     monkeypatch.setenv("CORAL_FIRST_AGENT_PORT", str(first))
     told = rf"port {first} on 127.0.0.1, for node agent local-1 \(CORAL_FIRST_AGENT_PORT changes it\), is in use"
     with socket.create_server(("127.0.0.1", first)), pytest.raises(Unavailable, match=told):

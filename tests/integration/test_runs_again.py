@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -54,24 +53,13 @@ def whole(run_id: str, **params: object) -> dict:
     return result
 
 
-def free_range(count: int) -> int:
-    """First port of a range that was free a moment ago."""
-    for first in range(31000, 60000, count):
-        try:
-            with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + count - 1)):
-                return first
-        except OSError:
-            continue
-    raise AssertionError("no free ports")
-
-
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(tmp_path_factory, ports_in_a_row):
     """A home with library and agents, its fleet at a small demand."""
     folder = tmp_path_factory.mktemp("again")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CORAL_HOME", str(folder))
-        patch.setenv("CORAL_FIRST_AGENT_PORT", str(free_range(1600)))
+        patch.setenv("CORAL_FIRST_AGENT_PORT", str(ports_in_a_row(1600)))
         profiled = [nightly.profile(item) for item in nightly.plan_profiling("night", {})]
         nightly.publish([nightly.build_templates(item) for item in nightly.plan_templates(profiled)])
         demo.ensure_agents(Settings())
