@@ -20,9 +20,10 @@ NOTHING: float = 5e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Outcome of the problem with one thing changed: USD/h with start-up charge, unserved requests/s."""
+    """Outcome of the problem with one thing changed: USD/h with start-up charge, that charge, unserved requests/s."""
 
     money: float
+    startup: float
     unserved: float
     exact: bool
 
@@ -48,7 +49,12 @@ class Prober:
         solved = solve_counts(changed, time_limit_s=limit, gap=1e-6, previous=first)
         report = check_counts(changed, solved.counts)
         exact = solved.status is not SolveStatus.TIME_LIMIT
-        return Probe(money=report.cost + report.startup, unserved=sum(report.shortfall), exact=exact)
+        return Probe(
+            money=report.cost + report.startup,
+            startup=report.startup,
+            unserved=sum(report.shortfall),
+            exact=exact,
+        )
 
     def has_time(self) -> bool:
         """Whether another probe may start."""

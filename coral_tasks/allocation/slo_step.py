@@ -7,7 +7,7 @@ was built with: both limits times a factor below 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -42,8 +42,9 @@ class StepOutcome(StrEnum):
 class SloStep:
     """What limits ``factor`` times as long would cost; ``model`` None: of all models with demand at once.
 
-    ``slo``: the tighter limits, None for all models. ``factor``: None where they do not share one. Money in USD/h with
-    start-up charge, over the plan's; ``loses_requests_per_s``: rate that could no longer be served. None: not known.
+    ``slo``: the tighter limits, None for all models. ``factor``: None where they do not share one. Money in USD/h, over
+    the plan's: ``cost_usd_per_hour`` with the start-up charge, ``startup_usd_per_hour`` that charge alone.
+    ``loses_requests_per_s``: rate that could no longer be served. None: not known.
     """
 
     model: ModelId | None
@@ -51,6 +52,7 @@ class SloStep:
     factor: float | None
     outcome: StepOutcome
     cost_usd_per_hour: float | None = None
+    startup_usd_per_hour: float | None = None
     loses_requests_per_s: float | None = None
     exact: bool = True
 
@@ -142,20 +144,18 @@ def _probed(prober: Prober, changed: TightenedProblem, unsolved: SloStep) -> Slo
     """``unsolved`` with its figures, if there is time."""
     if not prober.has_time():
         return unsolved
-    cost: float | None
     try:
         probe = prober.probe(changed.problem, changed.counts_of(prober.counts))
-        cost, loses, exact = probe.money - prober.money, max(0.0, probe.unserved - prober.unserved), probe.exact
     except Infeasible:  # paper mode: no plan at all
-        cost, loses, exact = None, float(prober.problem.required_requests_per_s.sum()), False
-    return SloStep(
-        model=unsolved.model,
-        slo=unsolved.slo,
-        factor=unsolved.factor,
+        required = float(prober.problem.required_requests_per_s.sum())
+        return replace(unsolved, outcome=StepOutcome.SOLVED, loses_requests_per_s=required, exact=False)
+    return replace(
+        unsolved,
         outcome=StepOutcome.SOLVED,
-        cost_usd_per_hour=cost,
-        loses_requests_per_s=loses,
-        exact=exact,
+        cost_usd_per_hour=probe.money - prober.money,
+        startup_usd_per_hour=probe.startup - prober.report.startup,
+        loses_requests_per_s=max(0.0, probe.unserved - prober.unserved),
+        exact=probe.exact,
     )
 
 
@@ -187,7 +187,9 @@ def _cost_sentence(step: SloStep) -> str:
     if step.loses_requests_per_s is not None and step.loses_requests_per_s > SERVED_TOLERANCE:
         return f"{which} leave {most}{step.loses_requests_per_s:.3g} requests/s more unserved."
     if step.cost_usd_per_hour is not None and step.cost_usd_per_hour > NOTHING:
-        return f"{which} cost {most}{step.cost_usd_per_hour:.2f} USD/h more."
+        starts = step.startup_usd_per_hour or 0.0
+        part = f", start-up charge {starts:.2f} of it" if abs(starts) > NOTHING else ""
+        return f"{which} cost {most}{step.cost_usd_per_hour:.2f} USD/h more{part}."
     return f"{which} cost nothing more."
 
 

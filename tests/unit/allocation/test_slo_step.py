@@ -206,7 +206,10 @@ def test_steps_without_time_are_named(two) -> None:
     ("throughput", "more"),
     [
         (1.0, "nothing more"),  # the 4 L4 that run carry on: no start
-        (0.5, "6.00 USD/h more"),  # 4 L4 carry on and 4 start: 4 USD/h and 0.5 x 4 for starting
+        (
+            0.5,
+            "6.00 USD/h more, start-up charge 2.00 of it",
+        ),  # 4 L4 carry on and 4 start: 4 USD/h and 0.5 x 4 for starting
     ],
 )
 def test_the_same_machines_are_not_started_again(halved, throughput, more) -> None:
@@ -220,14 +223,17 @@ def test_machines_that_the_tighter_set_does_not_hold_are_replaced(halved) -> Non
     """Only an H100 keeps the tighter SLO: 5 USD/h, and 2.5 for starting it, against 4."""
     halved.tight_rows.clear()
     halved.tight("m", "a", {"H100x1": 1}, 4.0).run(L4, EAST, 4)
-    assert f"{OF_M} cost 3.50 USD/h more." in explained(halved, startup_factor=0.5).sentences
+    assert (
+        f"{OF_M} cost 3.50 USD/h more, start-up charge 2.50 of it." in explained(halved, startup_factor=0.5).sentences
+    )
 
 
 def test_another_runtime_is_another_start(halved) -> None:
     """The tighter set has the L4 as hybrid only: the same nodes, but engines that must start, 0.5 x 4."""
     halved.tight_rows.clear()
     halved.tight("m", "a", {"L4x1": 1}, 1.0, Runtime.HYBRID).run(L4, EAST, 4)
-    assert f"{OF_M} cost 2.00 USD/h more." in explained(halved, startup_factor=0.5).sentences
+    told = explained(halved, startup_factor=0.5).sentences
+    assert f"{OF_M} cost 2.00 USD/h more, start-up charge 2.00 of it." in told
 
 
 def test_running_rows_of_one_combination_join(halved) -> None:
