@@ -237,6 +237,8 @@ class AgentServer:
         self.machine.commit(reaction.changes)
         if isinstance(event, CommandReceived):
             _log_command(event.command, reaction.instructions)
+        if isinstance(event, EngineExited):
+            _log_end(self.machine.slots.get(event.node), event.detail)
         for instruction in reaction.instructions:
             self._carry_out(instruction)
 
@@ -367,6 +369,15 @@ def _log_command(command: Command, instructions: Iterable[Instruction]) -> None:
         "status": answers[0].status.value if answers else "",
     }
     _LOG.info("command arrived%s", f": {answers[0].detail}" if answers and answers[0].detail else "", extra=ids)
+
+
+def _log_end(slot: Slot | None, how: str) -> None:
+    """One line for an engine that ended although nobody asked it to, with what is done about it."""
+    if slot is None or slot.state not in (SlotState.BACKOFF, SlotState.FAILED) or slot.spec is None:
+        return
+    what = "will be started again" if slot.state is SlotState.BACKOFF else "given up"
+    ids = {"node": slot.node, "instance": slot.spec.instance, "restarts": slot.restarts}
+    _LOG.warning("%s: engine of %s ended, %s: %s", slot.node, slot.spec.instance, what, how, extra=ids)
 
 
 async def serve(config: AgentConfig) -> None:

@@ -78,7 +78,7 @@ def _launches(stack: Stack) -> dict[str, int]:
 def _ends_of_engines(stack: Stack) -> str:
     """What the agents' logs say of engines that ended."""
     lines = [line for log in stack.home.glob("agents/*/agent.log") for line in log.read_text().splitlines()]
-    return "\n".join(line for line in lines if "ended" in line or "exit" in line)[-4000:]
+    return "\n".join(line for line in lines if "ended, " in line)[-4000:]
 
 
 def _engines(stack: Stack) -> int:

@@ -98,6 +98,8 @@ def test_a_killed_engine_comes_back_alone(agents: Bench) -> None:
     agents.until(lambda: states(agents)["ready"] == 2, 20, "both ready")
     assert max(heads(agents).values()) == 1
     assert any(one.restarts == 1 for one in agents.see().nodes.values())
+    told = "".join(path.read_text() for path in agents.root.glob("*.log"))
+    assert told.count("ended, will be started again: engine process ended with code -9") == 1
 
 
 def test_an_engine_that_keeps_crashing_is_reported_and_its_node_excluded(agents: Bench) -> None:
