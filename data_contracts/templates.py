@@ -1,9 +1,9 @@
 """Contract of the template library: one row per serving template, for the planner and for other teams.
 
 Files lie under ``versions/<version>/model=<model>/phase=<phase>/``, those of an SLO one step tighter in the same way
-under ``tighter/<version>/``, never in one folder; ``model`` and ``phase`` stand in the folder names (Hive style) and not
-in the files. A version never changes. Lists have one entry per node (nodes in order of their
-configuration's name) or per stage (pipeline order).
+under ``tighter/<version>/``, never in one folder; ``model`` and ``phase`` stand in the folder names (Hive style) and
+not in the files. A version never changes. Lists have one entry per node (nodes in order of their configuration's name)
+or per stage (pipeline order).
 """
 
 from __future__ import annotations
