@@ -258,7 +258,7 @@ def publish(parts: Sequence[Mapping[str, str]], params: Mapping[str, Any] | None
         [*(part["key"] for part in parts), *kept],
         {phase: library.options_for(phase) for phase in Phase},
         publication,
-        tighter=[*(part["tighter_key"] for part in parts if part["tighter_key"]), *kept_tighter],
+        tighter=[*(part["tighter_key"] for part in parts if part.get("tighter_key")), *kept_tighter],
         slo_step=settings.slo_step,
     )
     if not given.dry_run:

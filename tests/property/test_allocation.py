@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from coral_tasks.allocation.check import check_counts
 from coral_tasks.allocation.instances import plain_templates
 from coral_tasks.allocation.options import AllocationOptions, GpuCap, ModelRules, PhaseCoupling
-from coral_tasks.allocation.problem import AllocationProblem, Running, Zone
+from coral_tasks.allocation.problem import PHASES, AllocationProblem, Running, Zone
 from coral_tasks.allocation.solve import solve_counts, solve_plain
+from coral_tasks.allocation.tighter import with_tighter
 from coral_tasks.domain.errors import Infeasible
-from coral_tasks.domain.names import Market
+from coral_tasks.domain.models import LatencySlo
+from coral_tasks.domain.names import LatencySplit, Market
+from coral_tasks.domain.profiles import ProfileSource
+from coral_tasks.domain.template_set import TemplateSet
 
 
 @st.composite
@@ -200,3 +204,66 @@ def test_a_second_run_changes_nothing(problem):
     else:
         report = check_counts(replace(problem, running=running), second.counts)
         assert report.cost + report.startup <= check_counts(problem, first.counts).cost + 1e-6
+
+
+def _one_rate_per_combination(problem, factor=None) -> AllocationProblem:
+    """The problem in which rows of the same model, phase and nodes have the rate of the first, times its ``factor``."""
+    rows = problem.templates
+    kind = [(int(m), int(p), *n) for m, p, n in zip(rows.model, rows.phase, rows.nodes.tolist(), strict=True)]
+    first = np.array([kind.index(one) for one in kind])
+    rate = rows.throughput[first] * (1.0 if factor is None else np.array(factor)[first])
+    return replace(problem, templates=replace(rows, throughput=rate))
+
+
+def _as_sets(problem) -> list[TemplateSet]:
+    """The templates of the problem as the library would hold them at a tighter SLO."""
+    rows, found = problem.templates, []
+    for m, p in sorted({(int(m), int(p)) for m, p in zip(rows.model, rows.phase, strict=True)}):
+        mine = np.flatnonzero((rows.model == m) & (rows.phase == p))
+        count, slots = len(mine), int(rows.nodes[mine].sum(axis=1).max())
+        wide = dict.fromkeys(("stage_layers", "stage_quanta"), np.ones((count, slots), dtype=np.int16))
+        found.append(
+            TemplateSet(
+                model=problem.models[m],
+                phase=PHASES[p],
+                slo=LatencySlo(ttft_s=0.8, tpot_s=0.08),
+                latency_split=LatencySplit.EQUAL,
+                num_layers=1,
+                total_quanta=60,
+                configurations=problem.configurations,
+                sources=(ProfileSource.ANALYTIC,) * len(problem.configurations),
+                provenance=("random",) * len(problem.configurations),
+                profile_version="random",
+                node_counts=rows.nodes[mine],
+                throughput=rows.throughput[mine],
+                runtime=rows.runtime[mine].astype(np.uint8),
+                limited_by=np.ones(count, dtype=np.uint8),
+                num_stages=np.ones(count, dtype=np.uint8),
+                slot_stage=np.zeros((count, slots), dtype=np.int8),
+                **wide,
+            )
+        )
+    return found
+
+
+@given(problems(), st.lists(st.booleans(), min_size=3, max_size=3))
+def test_templates_exchanged_for_equal_ones_change_nothing(problem, chosen):
+    """Where the tighter sets are as fast, any models may be exchanged: same optimum, what runs starts no more."""
+    problem = _one_rate_per_combination(problem)
+    models = [model for model, wanted in zip(problem.models, chosen, strict=False) if wanted]
+    changed = with_tighter(problem, _as_sets(problem), models).problem
+    assert changed.running.count.sum() == problem.running.count.sum()
+    ours = best(problem)
+    assert best(changed) == pytest.approx(ours, rel=1e-6, abs=1e-6)
+
+
+@given(problems(), st.lists(st.sampled_from([1.0, 0.6, 0.25]), min_size=9, max_size=9))
+def test_a_tighter_slo_is_never_cheaper(problem, factor):
+    """Slower templates of the same combinations cost no less, for one model and for all at once."""
+    problem = _one_rate_per_combination(problem)
+    slower = _as_sets(_one_rate_per_combination(problem, factor[: len(problem.templates)]))
+    one, every = (
+        best(with_tighter(problem, slower, models).problem) for models in (problem.models[:1], problem.models)
+    )
+    for cheap, dear in ((best(problem), one), (one, every)):
+        assert dear >= cheap - 1e-6 * max(1.0, abs(dear) if np.isfinite(dear) else 1.0)
