@@ -718,7 +718,11 @@ def _transition_section(transition: Values | None) -> str:
         )
         for one in found["steps"]
     ]
-    steps = _fold(f"{len(rows)} steps done", table(("", "step", "instance", "nodes"), rows), is_open=len(rows) <= 20)
+    steps = _fold(
+        f"{len(rows)} step{'s' if len(rows) != 1 else ''} done",
+        table(("", "step", "instance", "nodes"), rows),
+        is_open=len(rows) <= 20,
+    )
     return f"<p>{line}</p>{''.join(map(_warn, notes))}{steps if rows else _none('No step was needed.')}"
 
 
