@@ -8,11 +8,16 @@ newlines. Columns that stand in the folder names (``model=phi-4-14b/``, as in th
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import io
+import os
 import re
+import signal
 from collections import Counter
 from pathlib import Path
-from typing import Final, NamedTuple
+from stat import S_ISDIR, S_ISREG
+from typing import BinaryIO, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,14 +70,77 @@ class RawTable(NamedTuple):
     source: str
 
 
+def shown_path(path: Path) -> str:
+    """The path as text that can be printed: names of files may hold line ends, and bytes that are no UTF-8."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+class NotReadable(Exception):
+    """A file that is not there, is no plain file, is being written or is too large; the message says which."""
+
+
+class PlainFile(NamedTuple):
+    """Bytes of a file and the time of its last change, in seconds since 1970."""
+
+    data: bytes
+    modified_s: float
+
+
+def read_plain(path: Path, max_bytes: int = MAX_BYTES) -> PlainFile:
+    """All bytes of a plain file that nobody is writing. Raises NotReadable; never waits for a pipe or device."""
+    try:
+        # a pipe without a writer would be waited for
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            return _whole(file, max_bytes)
+    except (OSError, ValueError) as error:
+        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise NotReadable(message) from error
+
+
+def _whole(file: BinaryIO, max_bytes: int) -> PlainFile:
+    before = os.fstat(file.fileno())
+    if not (S_ISREG(before.st_mode) or S_ISDIR(before.st_mode)):
+        message = "is no plain file: a pipe or device may never end"
+        raise NotReadable(message)
+    if _is_open_for_writing(file.fileno()):
+        message = "is being written: another program has it open for writing"
+        raise NotReadable(message)
+    if before.st_size > max_bytes:
+        message = f"is larger than {max_bytes} bytes"
+        raise NotReadable(message)
+    data = file.read(max_bytes + 1)
+    after = os.fstat(file.fileno())
+    if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+        message = "is being written: it changed while it was read"
+        raise NotReadable(message)
+    return PlainFile(data, after.st_mtime)
+
+
+def _is_open_for_writing(handle: int) -> bool:
+    """Whether some program on this machine has the file open for writing; False where the system cannot tell.
+
+    Linux refuses a read lease while there is a writer. The lease ends at once; a writer who comes in between waits
+    that long, and the signal that tells us so is one that is ignored by default.
+    """
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        # other reasons: somebody else's file, a file system without leases
+        return error.errno == errno.EAGAIN
+    fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
+
+
 def read_file(path: Path) -> RawTable:
     """Read a CSV or Parquet file, told apart by content. Never raises for what the file holds or lacks."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        return _unreadable(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}")
-    return _with_parts(read_bytes(data, str(path)), path)
+        data = read_plain(path).data
+    except NotReadable as error:
+        return _unreadable(shown_path(path), str(error))
+    return _with_parts(read_bytes(data, shown_path(path)), path)
 
 
 def _with_parts(raw: RawTable, path: Path) -> RawTable:

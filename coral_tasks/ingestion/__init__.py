@@ -8,7 +8,8 @@ API::
                AwsPrices, AwsAvailability (aws); InventorySource (agents); CachedSource: (now) -> SourceBatch
     rows       demand_rows, price_rows, availability_rows, fleet_of: accepted Arrow table -> domain rows; *_table back
     demand_day read_demand_day(setup), demand_at(day, moment), demand_history, read_demo_availability
-    trace_demand  read_trace, derive_day: an hour's trace -> a day of 5-minute intervals
+    trace_file  read_trace: a request trace with every bad row named
+    trace_demand  derive_day: an hour's trace -> a day of 5-minute intervals
     forecast   last_value, seasonal_naive, smoothed, backtest
     price_watch  watch(previous state, prices, used) -> (state, changed pools)
 """

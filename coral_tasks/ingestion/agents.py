@@ -1,4 +1,4 @@
-"""Availability from the agents' inventory: every node that an agent answers for is a node that can be had.
+"""Availability from the agents' inventory: every node that an agent answers for, and that takes work, can be had.
 
 The listing is passed in (the dispatcher observes it). Only pools of listed nodes have rows: what other nodes a cloud
 would rent is not known here, and unknown is not zero.
@@ -7,13 +7,14 @@ would rent is not known here, and unknown is not zero.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.domain.fleet import Node
 from coral_tasks.domain.market import NodeAvailability
+from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId, RegionId
 from coral_tasks.ingestion.batch import SourceBatch, batch_of
 from coral_tasks.ingestion.rows import availability_rows, availability_table
 from data_contracts.contract import GateContext
@@ -23,12 +24,18 @@ from data_contracts.registry import contract_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventorySource:
-    """``nodes``: as agents reported them. ``num_agents``, ``num_answered``: agents on the list, and that answered."""
+    """``nodes``: as agents reported them. ``num_agents``, ``num_answered``: agents on the list, and that answered.
+
+    ``unusable``: nodes that take no new instance, with the reason: none of them can be had, though their pools are
+    known. ``trouble``: what else is odd about the answers.
+    """
 
     nodes: tuple[Node, ...]
     observed_at: datetime
     num_agents: int
     num_answered: int
+    unusable: Mapping[NodeId, str] = field(default_factory=dict)
+    trouble: tuple[str, ...] = ()
 
     def __call__(self, now: datetime) -> SourceBatch:
         """Count nodes by pool. Raises SourceFault if no agent answered."""
@@ -38,17 +45,22 @@ class InventorySource:
             raise SourceFault(message)
         return batch_of(
             "availability",
-            availability_table(count_nodes(self.nodes, self.observed_at), "agents' inventory"),
+            availability_table(count_nodes(self.nodes, self.observed_at, self.unusable), "agents' inventory"),
             source="node agents",
             observed_at=self.observed_at,
             expected=self.num_agents,
             received=self.num_answered,
+            notes=(*(f"node {name} is left out: {why}" for name, why in sorted(self.unusable.items())), *self.trouble),
         )
 
 
-def count_nodes(nodes: Iterable[Node], observed_at: datetime) -> list[NodeAvailability]:
-    """Nodes by region, configuration and market, sorted."""
-    counts = Counter((node.region, node.configuration, node.market) for node in nodes)
+def count_nodes(
+    nodes: Iterable[Node], observed_at: datetime, unusable: Container[NodeId] = ()
+) -> list[NodeAvailability]:
+    """Nodes by region, configuration and market, sorted; a pool of nothing but ``unusable`` ones has none."""
+    counts: Counter[tuple[RegionId, NodeConfigurationId, Market]] = Counter()
+    for node in nodes:
+        counts[node.region, node.configuration, node.market] += node.id not in unusable
     return [
         NodeAvailability(
             region=region,

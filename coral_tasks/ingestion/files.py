@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from stat import S_ISDIR, S_ISREG
 from typing import Any, Final, NamedTuple
 
 from coral_tasks.cloud.aws import aws_call, aws_pages
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.ingestion.batch import SourceBatch
+from data_contracts.files import NotReadable, read_plain, shown_path
 
 SUFFIXES: Final = (".csv", ".parquet")
 TEMPORARY: Final = (".tmp", ".part", ".crdownload")
@@ -57,10 +57,10 @@ class FolderSource:
             names = [path for path in self.folder.iterdir() if self._wanted(path)]
             newest = max(names, key=lambda path: (path.lstat().st_mtime_ns, path.name), default=None)
         except OSError as error:
-            message = f"{self.table}: drop folder {self.folder} cannot be read: {error.strerror or error}"
+            message = f"{self.table}: drop folder {shown_path(self.folder)} cannot be read: {error.strerror or error}"
             raise SourceFault(message) from error
         if newest is None:
-            message = f"{self.table}: no {self.table}*.csv or {self.table}*.parquet in {self.folder}"
+            message = f"{self.table}: no {self.table}*.csv or {self.table}*.parquet in {shown_path(self.folder)}"
             raise SourceFault(message)
         return _read(self.table, newest)
 
@@ -70,19 +70,12 @@ class FolderSource:
 
 def _read(table: str, path: Path) -> SourceBatch:
     try:
-        before = path.stat()
-        if not (S_ISREG(before.st_mode) or S_ISDIR(before.st_mode)):
-            message = f"{table}: {path} is no plain file: a pipe or device may never end"
-            raise SourceFault(message)
-        data, after = path.read_bytes(), path.stat()
-    except OSError as error:
-        message = f"{table}: {path} cannot be read: {error.strerror or error}"
+        found = read_plain(path)
+    except NotReadable as error:
+        message = f"{table}: {shown_path(path)} {error}"
         raise SourceFault(message) from error
-    if (before.st_mtime_ns, before.st_size, before.st_ino) != (after.st_mtime_ns, after.st_size, after.st_ino):
-        message = f"{table}: {path} is being written: it changed while it was read"
-        raise SourceFault(message)
-    observed = datetime.fromtimestamp(after.st_mtime, UTC)
-    return SourceBatch(table=table, data=data, suffix=path.suffix, source=str(path), observed_at=observed)
+    observed = datetime.fromtimestamp(found.modified_s, UTC)
+    return SourceBatch(table=table, data=found.data, suffix=path.suffix, source=shown_path(path), observed_at=observed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,15 +5,18 @@ Owns transport faults: everything that is not a whole 2xx answer becomes SourceF
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from coral_tasks.domain.errors import SourceFault
 
@@ -63,7 +66,7 @@ def get_json(
     reason = ""
     for number in range(1, limits.tries + 1):
         try:
-            body = _get(url, min(limits.try_s, end - clock()), clock, token)
+            body = _get(url, min(limits.try_s, end - clock()), token)
             return _parse(base, path, body)
         except _Again as again:
             reason = again.reason
@@ -79,45 +82,107 @@ def get_json(
 def _parse(base: str, path: str, body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError as error:
-        message = f"{base}{path}: the answer is not whole JSON: {error}"
+    except (ValueError, RecursionError) as error:
+        message = f"{base}{path}: the answer is not whole JSON: {str(error)[:200]}"
         raise SourceFault(message) from error
 
 
-def _get(url: str, seconds: float, clock: Callable[[], float], token: str) -> bytes:
+def _get(url: str, seconds: float, token: str) -> bytes:
     if seconds <= 0:
         raise _Again("no answer in time")
-    request = urllib.request.Request(url, headers={"Accept": "application/json"})  # noqa: S310  scheme checked
-    if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    deadline = _Deadline(seconds)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
-            return _read(answer, clock() + seconds, clock)
+        request = urllib.request.Request(url, headers={"Accept": "application/json"})  # noqa: S310  scheme checked
+        if token:
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with deadline:
+            return _answer(deadline.opener(), request, seconds)
+    except (_Again, OSError, http.client.HTTPException) as error:
+        late = deadline.passed or isinstance(error, TimeoutError)
+        raise _Again(f"no whole answer within {seconds:.3g} s") if late else _again(error) from error
+    except ValueError as error:
+        # an address that is none, a host name that no name server can be asked for
+        message = f"{url.partition('?')[0]}: not an address that can be read: {error}"
+        raise SourceFault(message) from error
+
+
+def _again(error: Exception) -> _Again:
+    if isinstance(error, _Again):
+        return error
+    if isinstance(error, OSError):
+        return _Again(f"not reachable ({error})")
+    return _Again(f"the answer was cut off ({type(error).__name__})")
+
+
+def _answer(opener: urllib.request.OpenerDirector, request: urllib.request.Request, seconds: float) -> bytes:
+    try:
+        with opener.open(request, timeout=seconds) as answer:
+            return _read(answer)
     except urllib.error.HTTPError as error:
         with error:
             return _refused(error)
-    except http.client.HTTPException as error:
-        raise _Again(f"the answer was cut off ({type(error).__name__})") from error
-    except TimeoutError as error:
-        raise _Again(f"no answer within {seconds:.3g} s") from error
-    except OSError as error:
-        raise _Again(f"not reachable ({error})") from error
 
 
-def _read(answer: Any, end: float, clock: Callable[[], float]) -> bytes:
-    """Read to the end, with a deadline for the whole (a socket's time limit is per packet) and a size limit."""
+class _Deadline:
+    """Ends every connection of one try after ``seconds``: a socket's own limit is per packet, so headers could drip."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passed = False
+        self._open: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self.passed = True
+        for one in self._open:
+            # already closed is as good
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """The standard one opener (proxies, redirects), its connections watched."""
+        watched = self._open
+
+        class Plain(http.client.HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                watched.append(self.sock)
+
+        class Encrypted(http.client.HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                watched.append(self.sock)
+
+        class OpenPlain(urllib.request.HTTPHandler):
+            def http_open(self, request: urllib.request.Request) -> Any:
+                return self.do_open(Plain, request)
+
+        class OpenEncrypted(urllib.request.HTTPSHandler):
+            def https_open(self, request: urllib.request.Request) -> Any:
+                return self.do_open(Encrypted, request)
+
+        return urllib.request.build_opener(OpenPlain, OpenEncrypted)
+
+
+def _read(answer: Any) -> bytes:
+    """Read to the end, with a size limit."""
     parts: list[bytes] = []
     total = 0
     while chunk := answer.read1(_CHUNK):
         parts.append(chunk)
         total += len(chunk)
-        if clock() > end:
-            raise _Again("the answer dripped in too slowly")
         if total > MAX_BYTES:
             message = f"{answer.url}: the answer is larger than {MAX_BYTES} bytes"
             raise SourceFault(message)
-    expected = answer.headers.get("Content-Length")
-    if expected is not None and total < int(expected):
+    expected = answer.headers.get("Content-Length", "")
+    if expected.isdecimal() and total < int(expected):
         raise _Again(f"the answer was cut off after {total} of {expected} bytes")
     return b"".join(parts)
 

@@ -15,21 +15,17 @@ interval, and the daily curve alone for its rate.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
 from coral_tasks.domain.models import RequestShape
+from coral_tasks.ingestion.trace_file import RequestTrace
 
 INTERVAL_S: Final = 300
 INTERVALS_PER_HOUR: Final = 12
@@ -47,21 +43,6 @@ COLUMNS: Final = (
     "p95_output_tokens",
     "source",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTrace:
-    """Requests in time order: seconds since the first, prompt and output tokens, each of shape (N,)."""
-
-    name: str
-    offset_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from first to last request."""
-        return float(self.offset_s[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,69 +65,6 @@ class DayRow:
     requests_per_s: float
     shape: RequestShape
     source: str
-
-
-def is_trace(path: Path) -> bool:
-    """Whether the file's first line is a trace's. Raises StorageFault if it cannot be read."""
-    return _text(path).lstrip().startswith("TIMESTAMP,")
-
-
-def _text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        # a Parquet file is no text: its bytes only have to be told from a trace's
-        errors = "replace" if data.startswith(b"PAR1") else "strict"
-        return (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig", errors)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        message = f"{path} cannot be read: {error}"
-        raise StorageFault(message) from error
-
-
-def read_trace(path: Path) -> RequestTrace:
-    """Read an Azure LLM inference trace (CSV, maybe gzip): TIMESTAMP, ContextTokens, GeneratedTokens.
-
-    Times are taken as UTC. Raises StorageFault (unreadable) or ValidationFailed (every bad row).
-    """
-    rows = list(csv.reader(io.StringIO(_text(path), newline="")))
-    return _trace(path.name.removesuffix(".gz").removesuffix(".csv"), rows)
-
-
-def _trace(name: str, rows: Sequence[Sequence[str]]) -> RequestTrace:
-    expected = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-    if not rows or list(rows[0]) != expected:
-        rule = f"the header must be {','.join(expected)}"
-        raise ValidationFailed([Violation(table=name, row="row 0", value=",".join(rows[0]) if rows else "", rule=rule)])
-    parsed, bad = [], []
-    for number, row in enumerate((row for row in rows[1:] if row), start=1):
-        one = _request(row)
-        if one is None:
-            rule = "needs a time, prompt tokens >= 0 and output tokens >= 0"
-            bad.append(Violation(table=name, row=f"row {number}", value=",".join(row), rule=rule))
-        else:
-            parsed.append(one)
-    if bad:
-        raise ValidationFailed(bad)
-    if len(parsed) < 2:
-        raise ValidationFailed([Violation(table=name, row="", value=str(len(parsed)), rule="needs two requests")])
-    parsed.sort()
-    start = parsed[0][0]
-    return RequestTrace(
-        name=name,
-        offset_s=np.array([at - start for at, _, _ in parsed]),
-        prompt_tokens=np.array([prompt for _, prompt, _ in parsed]),
-        output_tokens=np.array([output for _, _, output in parsed]),
-    )
-
-
-def _request(row: Sequence[str]) -> tuple[float, int, int] | None:
-    """Seconds, prompt and output tokens of one row; None if it is not well formed."""
-    try:
-        # the trace has seven digits after the point; datetime reads six
-        at = datetime.fromisoformat(row[0][:26]).replace(tzinfo=UTC).timestamp()
-        prompt, output = int(row[1]), int(row[2])
-    except (ValueError, IndexError):
-        return None
-    return (at, prompt, output) if len(row) == 3 and prompt >= 0 and output >= 0 else None
 
 
 def daily_curve() -> NDArray[np.float64]:

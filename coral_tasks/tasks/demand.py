@@ -24,7 +24,8 @@ def derive_demand_day(setup: str, traces: Sequence[Path], out: Path) -> int:
     a needed trace is missing or given twice, and what ``read_trace`` raises; nothing is written then.
     """
     from coral_tasks.catalog import load_catalog
-    from coral_tasks.ingestion.trace_demand import ModelDay, derive_day, read_trace, write_day
+    from coral_tasks.ingestion.trace_demand import ModelDay, derive_day, write_day
+    from coral_tasks.ingestion.trace_file import read_trace
 
     models = load_catalog().setup(setup).models
     paths = _by_kind(traces, {TRACE_OF[one.model.id] for one in models if one.model.id in TRACE_OF})

@@ -17,7 +17,7 @@ def backtest_trace(
 ) -> tuple[BacktestRow, ...]:
     """Every method on the rates of a request trace. Raises StorageFault or ValidationFailed."""
     from coral_tasks.ingestion.forecast import Method, backtest, trace_rates
-    from coral_tasks.ingestion.trace_demand import read_trace
+    from coral_tasks.ingestion.trace_file import read_trace
 
     trace = read_trace(path)
     rates = trace_rates(trace.offset_s, interval_s)
@@ -51,7 +51,7 @@ def backtest_any(
 ) -> tuple[BacktestRow, ...]:
     """Back-test a trace or a demand file, told apart by the header line. Raises StorageFault or ValidationFailed."""
     from coral_tasks.ingestion.forecast import ForecastSettings
-    from coral_tasks.ingestion.trace_demand import is_trace
+    from coral_tasks.ingestion.trace_file import is_trace
 
     settings = ForecastSettings(quantile=quantile, season=season)
     if is_trace(path):

@@ -331,6 +331,8 @@ def _inventory(settings: Settings) -> Source:
             observed_at=now,
             num_agents=answered + len(seen.unreachable),
             num_answered=answered,
+            unusable={node: why or "being profiled" for node, why in seen.excluded.items()},
+            trouble=seen.trouble,
         )(now)
 
     return fetch

@@ -101,8 +101,8 @@ FAULTS: list[tuple[str, Handler, str]] = [
     ("half a page", lambda to, _: reply(to, b'{"a": [1,', 200, length=100), "cut off"),
     ("half of JSON", lambda to, _: reply(to, b'{"a": [1,'), "not whole JSON"),
     ("a web page", lambda to, _: reply(to, b"<html>"), "not whole JSON"),
-    ("hangs", lambda _to, _: time.sleep(1.0), "no answer within"),
-    ("drips", drip, "dripped in too slowly|no answer"),
+    ("hangs", lambda _to, _: time.sleep(1.0), "no whole answer within"),
+    ("drips", drip, "no whole answer within"),
 ]
 
 
@@ -154,8 +154,8 @@ def prometheus(
 
     def answer(to: BaseHTTPRequestHandler, _: int) -> None:
         query = parse_qs(urlparse(to.path).query)["query"][0]
-        if query.startswith("timestamp"):
-            at = str(NOW.timestamp() - age_s)
+        if query.startswith(("timestamp", "count_over_time")):
+            at = str(NOW.timestamp() - age_s) if query.startswith("timestamp") else "20"
             found = [{"metric": {"instance": name}, "value": [0, at]} for name in ("a:1", "b:1", "gone:1")]
             body = {"status": "success", "data": {"resultType": "vector", "result": found}}
         else:
@@ -214,9 +214,10 @@ def test_quiet_metrics_are_zero_and_absent_ones_are_not(serve: Any) -> None:
 
 
 def test_odd_values_do_not_become_demand(serve: Any) -> None:
-    """NaN and infinity are passed over; a gauge's negative noise does not make demand negative."""
-    assert rows_of(demand_from(serve(prometheus(increase="NaN"))))[0].requests_per_s == 0.0
-    assert rows_of(demand_from(serve(prometheus(increase="+Inf"))))[0].requests_per_s == 0.0
+    """NaN and infinity are an outage and no zero; a gauge's negative noise does not make demand negative."""
+    for odd in ("NaN", "+Inf"):
+        with pytest.raises(SourceFault, match="an outage is not zero demand"):
+            demand_from(serve(prometheus(increase=odd)))
     assert rows_of(demand_from(serve(prometheus(increase="0", running="-3"))))[0].requests_per_s == 0.0
 
 
@@ -344,6 +345,25 @@ def test_the_agents_inventory_counts_nodes_and_says_who_answered() -> None:
     assert merge_availability([row], []) == [row]
     with pytest.raises(SourceFault, match="unknown is not zero"):
         InventorySource(nodes=(), observed_at=NOW, num_agents=2, num_answered=0)(NOW)
+
+
+def test_nodes_that_take_no_work_cannot_be_had_and_their_pool_stays_known() -> None:
+    """Of two nodes one is excluded: 1 is left; with both excluded the pool is there with none, which is not unknown."""
+    odd = ("node a is reported by one and by two; the latter ignored",)
+    for unusable, left in (({NodeId("a"): "engine failed"}, 1), ({NodeId("a"): "x", NodeId("b"): "being profiled"}, 0)):
+        source = InventorySource(
+            nodes=(node("a"), node("b")),
+            observed_at=NOW,
+            num_agents=1,
+            num_answered=1,
+            unusable=unusable,
+            trouble=odd,
+        )
+        batch = source(NOW)
+        table = coerce(contract_of("availability"), batch.raw().table).table
+        assert table is not None
+        assert [row.available_nodes for row in availability_rows(table)] == [left]
+        assert batch.notes == (*(f"node {name} is left out: {why}" for name, why in unusable.items()), *odd)
 
 
 def test_a_cache_asks_no_more_than_it_must_and_keeps_the_true_age(tmp_path: Path) -> None:

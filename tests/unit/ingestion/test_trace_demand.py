@@ -1,82 +1,26 @@
-"""A day of demand from an hour's trace: rule, figures by hand, bad traces; and the shipped days."""
+"""A day of demand from an hour's trace: rule, figures by hand; and the shipped days."""
 
 from __future__ import annotations
 
-import gzip
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coral_tasks.domain.errors import StorageFault, UnknownName, ValidationFailed
+from coral_tasks.domain.errors import UnknownName, ValidationFailed
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.ingestion.demand_day import demand_at, demand_history, read_demand_day, read_demo_availability
 from coral_tasks.ingestion.trace_demand import (
     ModelDay,
-    RequestTrace,
     daily_curve,
     derive_day,
     hour_profile,
-    is_trace,
-    read_trace,
     shape_of,
 )
+from coral_tasks.ingestion.trace_file import RequestTrace
 
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 SHAPE = RequestShape(mean_prompt_tokens=5, p95_prompt_tokens=9, mean_output_tokens=2, p95_output_tokens=3)
-
-
-def write(path: Path, *rows: str, header: str = HEADER) -> Path:
-    """A trace file with CRLF line ends and none after the last row, as the published ones."""
-    path.write_bytes("\r\n".join([header, *rows]).encode())
-    return path
-
-
-def test_a_trace_is_read_in_time_order_with_seven_digits(tmp_path: Path) -> None:
-    """Rows are sorted; offsets count from the first request; gzip and plain are the same."""
-    rows = ("2023-11-16 18:17:05.5000000,20,3", "2023-11-16 18:17:03.9799600,10,2")
-    plain = read_trace(write(tmp_path / "t.csv", *rows))
-    np.testing.assert_allclose(plain.offset_s, [0.0, 1.52004])
-    assert plain.prompt_tokens.tolist() == [10, 20]
-    packed = tmp_path / "t.csv.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "t.csv").read_bytes()))
-    again = read_trace(packed)
-    assert again.name == plain.name
-    np.testing.assert_array_equal(again.offset_s, plain.offset_s)
-    assert is_trace(packed)
-
-
-def test_every_bad_row_of_a_trace_is_named(tmp_path: Path) -> None:
-    """Wrong times, words, negative counts and short rows are all reported, with their row numbers."""
-    good = "2023-11-16 18:17:03.9799600,10,2"
-    path = write(
-        tmp_path / "t.csv", good, "yesterday,1,1", f"{good},9", "2023-11-16 18:17:04,ten,1", "2023-11-16 18:17:04,-1,1"
-    )
-    with pytest.raises(ValidationFailed) as caught:
-        read_trace(path)
-    assert [violation.row for violation in caught.value.violations] == ["row 2", "row 3", "row 4", "row 5"]
-
-
-@pytest.mark.parametrize(
-    ("content", "kind", "message"),
-    [
-        (b"", ValidationFailed, "the header must be"),
-        (b"a,b\n1,2\n", ValidationFailed, "the header must be"),
-        (f"{HEADER}\n".encode(), ValidationFailed, "needs two requests"),
-        (gzip.compress(b"x" * 1000, mtime=0)[:-20], StorageFault, "cannot be read"),
-        (b"\x1f\x8bnonsense", StorageFault, "cannot be read"),
-        (b"\xff\xfe\xff", StorageFault, "cannot be read"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(
-    tmp_path: Path, content: bytes, kind: type[Exception], message: str
-) -> None:
-    """Empty, foreign, truncated and undecodable files have their message."""
-    path = tmp_path / "t.csv"
-    path.write_bytes(content)
-    with pytest.raises(kind, match=message):
-        read_trace(path)
 
 
 def test_the_daily_curve_peaks_at_two_in_the_afternoon_and_has_mean_one() -> None:
