@@ -19,7 +19,8 @@ class Columns:
 
     ``template``, ``zone``: int [N]. ``kept``: bool [N], True for instances that run already (``upper`` = how many).
     ``upper``: most that supply allows. ``rate``: requests/s of one. ``cost_usd_per_hour``: running cost;
-    ``startup_usd_per_hour``: K times that for new instances, 0 for kept ones.
+    ``startup_usd_per_hour``: K times that for new instances, 0 for kept ones. ``objective``: what one counts in
+    the objective: the sum of both, USD/h, or less where money must not outweigh shortage.
     """
 
     template: NDArray[np.int64]
@@ -29,17 +30,13 @@ class Columns:
     rate: NDArray[np.float64]
     cost_usd_per_hour: NDArray[np.float64]
     startup_usd_per_hour: NDArray[np.float64]
+    objective: NDArray[np.float64]
     model: NDArray[np.int64]
     place: NDArray[np.int64]
     phase: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.template)
-
-    @property
-    def objective(self) -> NDArray[np.float64]:
-        """Cost plus start-up of one instance, USD/h, [N]."""
-        return self.cost_usd_per_hour + self.startup_usd_per_hour
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Columns:
         """The columns of ``rows``, in their order."""
@@ -62,6 +59,7 @@ def build_columns(problem: AllocationProblem, startable: NDArray[np.bool_]) -> C
     place = problem.place_of_zone()[zone] if len(zone) else zone
     order = np.lexsort((kept, zone, template, phase, place, model))
     price = _instance_price(problem, template, zone)
+    startup = np.where(kept, 0.0, problem.options.startup_factor * price)
     columns = Columns(
         template=template,
         zone=zone,
@@ -69,7 +67,8 @@ def build_columns(problem: AllocationProblem, startable: NDArray[np.bool_]) -> C
         upper=upper,
         rate=problem.request_rate[template],
         cost_usd_per_hour=price,
-        startup_usd_per_hour=np.where(kept, 0.0, problem.options.startup_factor * price),
+        startup_usd_per_hour=startup,
+        objective=price + startup,
         model=model,
         place=place,
         phase=phase,

@@ -415,7 +415,9 @@ class ModelValue:
         ]
         step = float(problem.required_requests_per_s[m]) / G
         lost: FloatArray = np.arange(G + 1, dtype=np.float64) * step
+        beyond = problem.excess_unserved(m, lost) > 0
         lost[1:] *= core.weights[m]
+        lost[beyond] = np.inf
         self.suffix = [lost]
         for place in reversed(self.places):
             self.suffix.insert(0, _min_plus(place.value, self.suffix[0]))

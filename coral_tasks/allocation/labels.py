@@ -257,6 +257,7 @@ class _Serving:
         served = unserved <= SERVED_TOLERANCE * max(1.0, self.required)
         weight = float(self.run.core.weights[self.model.m])
         lost = np.where(served, 0.0, weight * np.maximum(unserved, 0.0) if math.isfinite(weight) else np.inf)
+        lost[self.run.core.problem.excess_unserved(self.model.m, unserved) > 0] = np.inf
         cost = labels.cost + lost
         kept = np.flatnonzero(cost <= self.ceiling)
         full = Labels(

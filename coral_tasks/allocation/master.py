@@ -22,8 +22,9 @@ def _key(plan: ModelPlan) -> tuple[int, bytes, bytes]:
 class Master:
     """The generated plans and what each uses of supply and side rows."""
 
-    def __init__(self, core: _Core, search_weights: NDArray[np.float64]) -> None:
+    def __init__(self, core: _Core, search_weights: NDArray[np.float64], steep: NDArray[np.float64]) -> None:
         self.core = core
+        self._steep = steep
         self.plans: list[ModelPlan] = []
         self._weights = search_weights
         self._known: set[tuple[int, bytes, bytes]] = set()
@@ -62,7 +63,12 @@ class Master:
 
     def _plan_cost(self, plan: ModelPlan) -> float:
         money = float((self.core.columns.objective[plan.columns] * plan.counts).sum())
-        return money + float(self._weights[plan.model]) * plan.unserved
+        return money + float(self._weights[plan.model]) * plan.unserved + self._forbidden(plan)
+
+    def _forbidden(self, plan: ModelPlan) -> float:
+        """A cost far above all others for what a plan leaves unserved beyond what it may."""
+        excess = float(self.core.problem.excess_unserved(plan.model, plan.unserved))
+        return excess * float(self._steep[plan.model])
 
     def nodes_used(self, plan: ModelPlan) -> NDArray[np.int64]:
         """Nodes of a plan by zone and configuration, [Z, C]."""

@@ -79,7 +79,8 @@ class AllocationProblem:
 
     ``required_requests_per_s``: demand over headroom. ``price_usd_per_hour``: [Z, C], 0 where nothing is offered.
     ``available_nodes``: [Z, C], held ones included. ``shortfall_weight``: USD/h per unserved request/s and model,
-    infinite where unserved load is forbidden; None: shortage is lexicographic (product). ``num_gpus``: [C].
+    infinite where unserved load is forbidden; None: shortage is lexicographic (product). ``most_unserved``: requests/s
+    of each model that may be left unserved at most, [M]; None: all of them. ``num_gpus``: [C].
     ``startable``: [T], False for templates that left the library and may only be kept; None: all may start.
     ``excluded``: (configuration, where, reason) of everything that cannot be planned on. ``notes``: what the build
     decided that a reader should know.
@@ -101,6 +102,7 @@ class AllocationProblem:
     running: Running
     options: AllocationOptions
     shortfall_weight: NDArray[np.float64] | None = None
+    most_unserved: NDArray[np.float64] | None = None
     startable: NDArray[np.bool_] | None = None
     excluded: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
@@ -191,6 +193,14 @@ class AllocationProblem:
     def request_rate(self) -> NDArray[np.float64]:
         """Requests/s that one instance carries in its phase, [T]; infinite where a model has no tokens of it."""
         return self._rate
+
+    def excess_unserved(self, m: int, unserved: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Requests/s of ``unserved`` above what model ``m`` may leave unserved, beyond the tolerance, else 0."""
+        if self.most_unserved is None:
+            return np.zeros(np.shape(unserved))
+        slack = SERVED_TOLERANCE * max(1.0, float(self.required_requests_per_s[m]))
+        over = np.asarray(unserved, dtype=np.float64) - float(self.most_unserved[m])
+        return np.where(over > slack, over, 0.0)
 
     @property
     def is_regional(self) -> bool:

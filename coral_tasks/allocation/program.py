@@ -144,6 +144,8 @@ class _Draft:
         required = self.problem.required_requests_per_s
         if weights is not None:
             required = np.where(np.isfinite(weights), required, 0.0)
+        if self.problem.most_unserved is not None:
+            required = np.minimum(required, self.problem.most_unserved)
         return np.asarray(required / self.scale, dtype=np.float64)
 
     def where(self, mask: NDArray[np.bool_]) -> NDArray[np.int64]:

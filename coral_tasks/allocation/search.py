@@ -117,12 +117,15 @@ class Search:
         self.minimum_price = 100 * float(columns.objective.max(initial=1.0)) if self.minimum.any() else 0.0
         self.core = build_core(problem, columns, weights)
         self.on_better: Callable[[Search], None] | None = None
+        # For a question instead of an optimum: when it is answered, and the objective up to which a plan is looked for.
+        self.stop_when: Callable[[Search], bool] | None = None
+        self.asked: float | None = None
         none = np.zeros(len(columns), dtype=np.int64)
         self.state = State(values=none, objective=math.inf, bound=-math.inf, begun=begun)
         self.offer(none)
         self.cut_points: list[Evaluation] = []
         self.tracked: dict[tuple[int, int], Tracked] = {}
-        self.master = Master(self.core, self._search_weights())
+        self.master = Master(self.core, self._search_weights(), self._steep_weights())
         self.ceiling = math.inf
         self.first_duals = no_duals(self.core)
 
@@ -133,7 +136,8 @@ class Search:
         for m in np.flatnonzero(self.problem.required_requests_per_s > 0):
             unserved = unserved_rate(self.problem, self.columns, values, int(m))
             if unserved > 0:
-                shortage += float(self.weights[m]) * unserved
+                too_much = bool(self.problem.excess_unserved(int(m), unserved) > 0)
+                shortage += math.inf if too_much else float(self.weights[m]) * unserved
         return money, shortage + self.minimum_price * int(self._missing(values).sum())
 
     def _missing(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -183,8 +187,9 @@ class Search:
         return max(0.0, self.state.objective - self.state.bound) / max(money, 1e-9)
 
     def done(self) -> bool:
-        """Whether the gap or the deadline is reached."""
-        return self.time_left() <= 0 or self.current_gap() <= self.gap
+        """Whether the gap or the deadline is reached, or what was asked is answered (``stop_when``)."""
+        answered = self.stop_when is not None and self.stop_when(self)
+        return answered or self.time_left() <= 0 or self.current_gap() <= self.gap
 
     def raise_bound(self, evaluation: Evaluation) -> None:
         """Keep an evaluation if it proves more; money cannot be negative."""
@@ -256,7 +261,7 @@ class Search:
             self.state.note("best combination of plans")
         if not self.done():
             self.tighten(up, down)
-        if not self.done() and self.current_gap() > POOR_GAP:
+        if self.asked is None and not self.done() and self.current_gap() > POOR_GAP:
             self._solve_small(self.ranked_columns()[:FIRST_COLUMNS], max_nodes=FIRST_NODES, proves=False)
 
     def tighten(self, up: Grid, down: Grid) -> None:
@@ -320,11 +325,14 @@ class Search:
         return any(used[z, c] > self.problem.available_nodes[z, c] for z, c, _ in pools)
 
     def _search_weights(self) -> NDArray[np.float64]:
-        """Finite weights for the master: where unserved load is forbidden, far above any cost of serving."""
+        """Finite weights for the master: steep where unserved load is forbidden."""
+        return np.where(np.isfinite(self.weights), self.weights, self._steep_weights())
+
+    def _steep_weights(self) -> NDArray[np.float64]:
+        """USD/h per unserved request/s, far above any cost of serving."""
         dearest = float(self.columns.objective.max(initial=1.0))
         required = np.maximum(self.problem.required_requests_per_s, 1e-12)
-        steep = 1000 * max(dearest, 1.0) / required * 10
-        return np.where(np.isfinite(self.weights), self.weights, steep)
+        return np.asarray(1000 * max(dearest, 1.0) / required * 10, dtype=np.float64)
 
     def _collect(self, down: Grid, duals: Duals, evaluation: Evaluation) -> bool:
         lower = evaluate(self.core, down, duals, self.tracked)
@@ -399,9 +407,11 @@ class Search:
         resources = self._resources(evaluation)
         if resources is None or self.minimum.any() or not math.isfinite(self.state.objective):
             return False
-        for share in TARGETS:
+        for share in TARGETS if self.asked is None else (0.0, *TARGETS):
             top = self._threshold()
             target = evaluation.bound + share * (top - evaluation.bound)
+            if self.asked is not None and share == 0:
+                target = min(self.asked, top)
             if target <= self.state.bound and share < 1:
                 continue
             try:
@@ -496,6 +506,7 @@ class Search:
 
     def _hand_down(self, inner: Search, rows: NDArray[np.int64]) -> None:
         """Give a search over ``rows`` alone what is known so far; better plans of it come back at once."""
+        inner.stop_when, inner.asked = self.stop_when, self.asked
         inner.tracked, inner.ceiling = self.tracked, min(self.ceiling, self.state.objective)
         inner.state.log, inner.state.trace = self.state.log, self.state.trace
         inner.state.bound = self.state.bound

@@ -2,17 +2,24 @@
 
 Order: floors class by class; then for each class the worst share unserved, the unserved rate, and each model by name,
 so that the result is unique; then missing minimum instances. Owns that order; money is minimised afterwards.
+
+Two ways to the same result: each level as a program, for few columns and for the rules that only a program knows; else
+by searches that know the shortage of each model (``SearchLevels``): the worst share by questions of the form "can
+everybody be served but this share?", then the rate in all.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coral_tasks.allocation.columns import Columns
 from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import Goal, GoalKind, Program, Settled, build_program
 from coral_tasks.allocation.search import Search, start_point, unserved_rate
@@ -22,6 +29,19 @@ from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, wh
 MAX_COLUMNS: Final = 3000
 """Columns of the level programs; levels over all columns are proved, over the best of them only improved."""
 MAX_NODES: Final = 2000
+FEW_COLUMNS: Final = 150
+"""So few columns are settled by programs, which are quicker there."""
+SHARE_STEP: Final = 1e-6
+"""Shares unserved this close to each other count as the same."""
+NAME_ORDER: Final = 1e-6
+"""How much more an unserved request of the first model of a class weighs than one of its last."""
+MAX_QUESTIONS: Final = 60
+TIME_SHARE: Final = 0.4
+"""Of the time left that one level may take, so that money has its turn."""
+MOST_MONEY: Final = 1e-6
+"""What all supply together counts in a question: less than the least shortage. A plan above it has shortage."""
+TIE_MONEY: Final = 1e-9
+"""What all supply counts where shortage itself is minimised."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +79,163 @@ def levels(problem: AllocationProblem) -> list[Goal]:
     return goals
 
 
+def most_money(problem: AllocationProblem) -> float:
+    """More than any plan can cost with its start-ups, USD/h."""
+    everything = float((problem.price_usd_per_hour * problem.available_nodes).sum())
+    return (1 + problem.options.startup_factor) * everything * (1 + 1e-9) + 1e-9
+
+
 def settle_shortage(problem: AllocationProblem, search: Search, *, deadline: float) -> ShortageResult:
     """Settle every level in turn, starting from the search's plan. ``problem``: without weights."""
+    if len(search.columns) > FEW_COLUMNS and not needs_programs(problem):
+        found = SearchLevels(problem, search.columns, search.state.values, deadline=deadline).settle()
+        if found is not None:
+            return found
+    return settle_by_programs(problem, search, deadline=deadline)
+
+
+def needs_programs(problem: AllocationProblem) -> bool:
+    """Whether rules hold that a search with lesser demand would misread."""
+    rules = [problem.options.rules_of(model) for model in problem.models]
+    return any(one.min_instances > 0 or one.max_spot_share < 1 for one in rules)
+
+
+class SearchLevels:
+    """The levels by searches over all columns. ``values``: any plan that respects supply and limits, [N]."""
+
+    def __init__(
+        self, problem: AllocationProblem, columns: Columns, values: NDArray[np.int64], *, deadline: float
+    ) -> None:
+        self.problem, self.values, self.deadline = problem, values.copy(), deadline
+        self.columns = replace(columns, objective=columns.objective / most_money(problem))
+        self.rules = [problem.options.rules_of(model) for model in problem.models]
+        self.required = problem.required_requests_per_s
+        self.floors = np.array([rule.floor_share for rule in self.rules]) * self.required
+        # what is settled: requests/s of each model that stay unserved, of classes that had their turn
+        self.granted: dict[int, float] = {}
+        self.proved = True
+        self.log: list[str] = []
+
+    def settle(self) -> ShortageResult | None:
+        """All levels; None where floors cannot all be met: which of them, only a program tells."""
+        if self.floors.any() and self._ask(self.floors) is not True:
+            return None
+        wanted = [m for m in range(len(self.rules)) if self.required[m] > 0]
+        for priority in sorted({self.rules[m].priority for m in wanted}):
+            members = [m for m in wanted if self.rules[m].priority == priority]
+            worst = self._settle_worst(priority, members)
+            self._settle_rates(members, worst)
+        return ShortageResult(
+            values=self.values,
+            shortfall=np.array([self._unserved(m) for m in range(len(self.rules))]),
+            missing=np.zeros(len(self.rules), dtype=np.int64),
+            proved=self.proved,
+            log=self.log,
+        )
+
+    def _unserved(self, m: int) -> float:
+        return unserved_rate(self.problem, self.columns, self.values, m)
+
+    def _hard(self) -> NDArray[np.float64]:
+        """Requests/s of each model that must be served whatever the level: what is settled, and floors."""
+        hard = self.floors.copy()
+        for m, unserved in self.granted.items():
+            hard[m] = max(0.0, float(self.required[m]) - unserved)
+        return hard
+
+    def _settle_worst(self, priority: int, members: Sequence[int]) -> float:
+        """The least worst weighted share unserved: halving what is open, and asking whether the best can be beaten."""
+        least, best = 0.0, self._worst(members)
+        until, number = self._until(), 0
+        while best - least > 1.01 * SHARE_STEP and number < MAX_QUESTIONS:
+            share = 0.0 if number == 0 else best - SHARE_STEP if number % 2 else (least + best) / 2
+            answer = self._ask(self._at_share(members, share), until=until)
+            number += 1
+            if answer is None:
+                break
+            if not answer:
+                least = share
+            elif self._worst(members) < best:
+                best = self._worst(members)
+            else:  # what could be gained is within the tolerance of being served
+                least = best
+        self.proved &= best - least <= 1.01 * SHARE_STEP
+        self.log.append(f"level worst {priority}: {best:.6g}, proved above {least:.6g} by {number} questions")
+        return best
+
+    def _worst(self, members: Sequence[int]) -> float:
+        """Worst weighted share unserved of the plan at hand."""
+        return max(self.rules[m].share * self._unserved(m) / float(self.required[m]) for m in members)
+
+    def _at_share(self, members: Sequence[int], share: float) -> NDArray[np.float64]:
+        """Requests/s of each model [M] when the members' worst weighted share unserved is ``share``."""
+        demand = self._hard()
+        for m in members:
+            lost = min(1.0, share / self.rules[m].share)
+            demand[m] = max(demand[m], float(self.required[m]) * (1 - lost))
+        return demand
+
+    def _until(self) -> float:
+        now = time.monotonic()
+        return now + max(0.1, TIME_SHARE * (self.deadline - now))
+
+    def _ask(self, demand: NDArray[np.float64], *, until: float | None = None) -> bool | None:
+        """Whether a plan serves ``demand`` [M]; it is kept then. None where the time did not suffice."""
+        weights = np.where(demand > 0, 1e3 / np.maximum(demand, 1e-12), 0.0)
+        problem = replace(self.problem, required_requests_per_s=demand, shortfall_weight=weights)
+        most = MOST_MONEY * (1 + 1e-6)
+
+        def is_answered(search: Search) -> bool:
+            return search.state.bound > most or search.objective_of(search.state.values)[1] <= 0
+
+        search = self._search(problem, until or self._until(), MOST_MONEY, stop_when=is_answered, asked=most)
+        if search.objective_of(search.state.values)[1] <= 0:
+            self.values = search.state.values
+            return True
+        return False if search.state.bound > most else None
+
+    def _settle_rates(self, members: Sequence[int], worst: float) -> None:
+        """The least rate unserved in all, no share above ``worst``; among equals the earlier models' first."""
+        demand, weights = self._hard(), np.full(len(self.rules), math.inf)
+        most = self.required - self.floors
+        scale = 1 / float(self.required[list(members)].sum())
+        for k, m in enumerate(members):
+            demand[m] = self.required[m]
+            weights[m] = scale * (1 + NAME_ORDER * 0.5**k)
+            most[m] = min(most[m], worst / self.rules[m].share * float(self.required[m]) + 1e-9)
+        problem = replace(self.problem, required_requests_per_s=demand, shortfall_weight=weights, most_unserved=most)
+        search = self._search(problem, self._until(), TIE_MONEY)
+        if math.isfinite(search.state.objective):
+            self.values = search.state.values
+        self.proved &= search.state.objective - search.state.bound <= 1e-7
+        for m in members:
+            self.granted[m] = self._unserved(m)
+        total = sum(self.granted[m] for m in members)
+        self.log.append(f"level total: {total:.6g} requests/s, bound {search.state.bound / scale:.6g}")
+
+    def _search(
+        self,
+        problem: AllocationProblem,
+        deadline: float,
+        money: float,
+        *,
+        stop_when: Callable[[Search], bool] | None = None,
+        asked: float | None = None,
+    ) -> Search:
+        """A finished search in which all supply together counts ``money``."""
+        weights = problem.shortfall_weight
+        if weights is None:  # never: every level gives them
+            raise SolverFault("the levels' searches need weights")
+        columns = replace(self.columns, objective=self.columns.objective * money)
+        search = Search(problem, columns, weights, gap=0.0, deadline=deadline, begun=time.monotonic())
+        search.stop_when, search.asked = stop_when, asked
+        search.offer(self.values)
+        search.run()
+        return search
+
+
+def settle_by_programs(problem: AllocationProblem, search: Search, *, deadline: float) -> ShortageResult:
+    """Each level as a program, in turn, starting from the search's plan."""
     rows = _chosen_columns(search)
     run = _Levels(problem, search, rows, complete=len(rows) == len(search.columns), deadline=deadline)
     for goal in levels(problem):
@@ -125,7 +300,7 @@ class _Levels:
         if reached > 1e-9:
             result = solve_arrays(
                 program.arrays,
-                time_limit_s=max(0.1, self.deadline - time.monotonic()),
+                time_limit_s=max(0.1, TIME_SHARE * (self.deadline - time.monotonic())),
                 start_values=start,
                 options={"mip_max_nodes": MAX_NODES},
             )

@@ -30,7 +30,7 @@ from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import build_program
 from coral_tasks.allocation.reduce import reduced_templates
 from coral_tasks.allocation.search import Search, State
-from coral_tasks.allocation.shortage import settle_shortage
+from coral_tasks.allocation.shortage import most_money, settle_shortage
 from coral_tasks.domain.content import content_digest
 from coral_tasks.domain.errors import Infeasible, PlanRejected
 from coral_tasks.domain.names import PlanId
@@ -115,7 +115,13 @@ class _Run:
         if self.on_plan is not None and check_counts(self.problem, counts).ok:
             self.on_plan((counts, max(0.0, search.state.bound)))
 
-    def search(self, problem: AllocationProblem, start: NDArray[np.int64] | None = None) -> Search:
+    def search(
+        self,
+        problem: AllocationProblem,
+        start: NDArray[np.int64] | None = None,
+        *,
+        stop_when: Callable[[Search], bool] | None = None,
+    ) -> Search:
         """A finished search for weighted ``problem``; what runs, the last plan and ``start`` are first incumbents."""
         weights = problem.shortfall_weight
         search = Search(
@@ -126,7 +132,7 @@ class _Run:
             deadline=self.deadline,
             begun=self.begun,
         )
-        search.on_better = self.hand_over
+        search.on_better, search.stop_when = self.hand_over, stop_when
         search.offer(np.where(self.columns.kept, self.columns.upper, 0))
         for values in (self._previous_values(), start):
             if values is not None:
@@ -152,7 +158,12 @@ class _Run:
     def lexicographic(self) -> Solved:
         """Serve everything if that is possible; else settle shortage by priority first. Then money."""
         problem = replace(self.problem, shortfall_weight=self._steep_weights())
-        search = self.search(problem)
+        most = most_money(self.problem)
+
+        def is_short(search: Search) -> bool:
+            return search.state.bound > most
+
+        search = self.search(problem, stop_when=is_short)
         _, beyond = search.objective_of(search.state.values)
         if beyond <= 0:
             return self._solved(search, shortage_proved=True)

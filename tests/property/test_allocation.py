@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coral_tasks.allocation.check import check_counts
+from coral_tasks.allocation.columns import build_columns
 from coral_tasks.allocation.instances import plain_templates
 from coral_tasks.allocation.options import AllocationOptions, GpuCap, ModelRules, PhaseCoupling
 from coral_tasks.allocation.problem import PHASES, AllocationProblem, Running, Zone
+from coral_tasks.allocation.reduce import reduced_templates
+from coral_tasks.allocation.search import Search
+from coral_tasks.allocation.shortage import SearchLevels, settle_by_programs
 from coral_tasks.allocation.solve import solve_counts, solve_plain
 from coral_tasks.allocation.tighter import with_tighter
 from coral_tasks.domain.errors import Infeasible
@@ -126,6 +131,43 @@ def test_every_option_leaves_a_checked_plan(problem):
     solved = solve_counts(problem, time_limit_s=30.0, gap=1e-6)
     assert check_counts(problem, solved.counts).ok
     assert solved.bound <= solved.objective + 1e-9
+
+
+def _by_class(problem, result) -> list[tuple[float, float]]:
+    """Worst weighted share and rate left unserved of each priority class, in order."""
+    rules = [problem.options.rules_of(model) for model in problem.models]
+    required = problem.required_requests_per_s
+    found = []
+    for priority in sorted({rule.priority for rule in rules}):
+        mine = [m for m, rule in enumerate(rules) if rule.priority == priority and required[m] > 0]
+        shares = [rules[m].share * result.shortfall[m] / required[m] for m in mine]
+        found.append((max(shares, default=0.0), float(sum(result.shortfall[m] for m in mine))))
+    return found
+
+
+@given(problems(weighted=False, options=True))
+def test_shortage_by_searches_is_that_by_programs(problem):
+    """Two ways through the levels, for every mix of classes, shares, floors and limits: the same worst share and rate.
+
+    Where floors cannot all be met the searches say so and the programs find a floor that is missed.
+    """
+    rules = tuple(replace(rule, min_instances=0, max_spot_share=1.0) for rule in problem.options.model_rules)
+    problem = replace(problem, options=replace(problem.options, model_rules=rules))
+    columns = build_columns(problem, reduced_templates(problem))
+    assume(len(columns) and problem.required_requests_per_s.any())
+    weights, now = np.ones(len(problem.models)), time.monotonic()
+    search = Search(problem, columns, weights, gap=0.0, deadline=now + 60.0, begun=now)
+    programs = settle_by_programs(problem, search, deadline=now + 60.0)
+    searches = SearchLevels(problem, columns, search.state.values, deadline=now + 60.0).settle()
+    assert programs.proved
+    if searches is None:
+        floors = [problem.options.rules_of(model).floor_share for model in problem.models]
+        missed = programs.shortfall - (1 - np.array(floors)) * problem.required_requests_per_s
+        assert (missed > 1e-7).any()
+        return
+    assert searches.proved
+    for ours, theirs in zip(_by_class(problem, searches), _by_class(problem, programs), strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
 
 
 @given(problems(weighted=False, options=True), st.integers(0, 2**32 - 1))
