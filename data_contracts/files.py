@@ -15,11 +15,13 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, Final, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 SEPARATORS: Final = (",", ";", "\t", "|")
@@ -43,12 +45,15 @@ FOREIGN: Final = {
     b"<": "a web page or XML",
 }
 MAX_BYTES: Final = 1 << 30
+MAX_CSV_BYTES: Final = 1 << 28
+MAX_UNPACKED_BYTES: Final = 1 << 32
 MAX_PARQUET_ROWS: Final = 20_000_000
 """Larger files are refused unread: they are not a table of this pipeline, and would take the machine's memory."""
 
 _END_OF_LINE: Final = re.compile(r"\r\n|\r|\n")
 _SEP_LINE: Final = re.compile(r"sep=(.)$", re.IGNORECASE)
 _PART: Final = re.compile(r"([a-z_]+)=([^/]+)")
+NOT_TEXT: Final = "neither Parquet nor UTF-8 text"
 CUT_OFF: Final = "the last line has no line end: the file may be cut off"
 _MAX_CELL: Final = 1_000_000
 
@@ -184,9 +189,12 @@ def _unreadable(source: str, text: str, value: str = "") -> RawTable:
 
 def _read_parquet(data: bytes, source: str) -> RawTable:
     try:
-        num_rows = pq.read_metadata(pa.BufferReader(data)).num_rows
-        if num_rows > MAX_PARQUET_ROWS:
-            return _unreadable(source, f"the file states more than {MAX_PARQUET_ROWS} rows", str(num_rows))
+        about = pq.read_metadata(pa.BufferReader(data))
+        num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        if about.num_rows > MAX_PARQUET_ROWS:
+            return _unreadable(source, f"the file states more than {MAX_PARQUET_ROWS} rows", str(about.num_rows))
+        if num_bytes > MAX_UNPACKED_BYTES:
+            return _unreadable(source, f"the file states more than {MAX_UNPACKED_BYTES} bytes unpacked", str(num_bytes))
         table = pq.read_table(pa.BufferReader(data))
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
@@ -196,9 +204,11 @@ def _read_parquet(data: bytes, source: str) -> RawTable:
 
 
 def _read_csv(data: bytes, source: str) -> RawTable:
-    text = _decode(data)
-    if text is None:
-        return _unreadable(source, "neither Parquet nor UTF-8 text")
+    if len(data) > MAX_CSV_BYTES:
+        return _unreadable(source, f"the CSV is larger than {MAX_CSV_BYTES} bytes: use Parquet", str(len(data)))
+    text, flaw = _decode(data)
+    if flaw is not None:
+        return RawTable(table=None, flaws=(flaw,), source=source)
     body = _without_comments(text)
     if not body.strip():
         return _unreadable(source, "the file has no header and no rows")
@@ -209,13 +219,18 @@ def _read_csv(data: bytes, source: str) -> RawTable:
     return _table_of(rows, source, ends_whole=body.endswith(("\n", "\r")))
 
 
-def _decode(data: bytes) -> str | None:
+def _decode(data: bytes) -> tuple[str, FileFlaw | None]:
+    """Text of UTF-8, or of UTF-16 with its mark; else where the first byte stands that is none of it."""
     encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     try:
         text = data.decode(encoding)
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
+    except UnicodeDecodeError as error:
+        place = error.start
+        shown = f"byte 0x{data[place]:02x} in line {data.count(b'\n', 0, place) + 1}" if place < len(data) else ""
+        return "", FileFlaw(0, shown, NOT_TEXT)
+    if "\0" in text:
+        return "", FileFlaw(0, f"a NUL in line {text.count(chr(10), 0, text.index(chr(0))) + 1}", NOT_TEXT)
+    return text, None
 
 
 def _without_comments(text: str) -> str:
@@ -269,6 +284,11 @@ def _table_of(rows: list[list[str]], source: str, *, ends_whole: bool) -> RawTab
     if not ends_whole:
         flaws.append(FileFlaw(0, "", CUT_OFF, warning=True))
     cells = list(zip(*rows[1:], strict=True)) if len(rows) > 1 else [() for _ in header]
-    columns = {name: [cell.strip() or None for cell in column] for name, column in zip(header, cells, strict=True)}
-    table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
+    table = pa.table({name: _texts(column) for name, column in zip(header, cells, strict=True)})
     return RawTable(table=table, flaws=tuple(flaws), source=source)
+
+
+def _texts(cells: Sequence[str]) -> pa.Array:
+    """Cells without blanks at their ends; an empty one is null."""
+    trimmed = pc.utf8_trim_whitespace(pa.array(cells, pa.string()))
+    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)

@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 
 from data_contracts.coerce import CellFlaw, coerce
-from data_contracts.contract import STAGE_ORDER, Contract, GateContext, Rule, Severity, Stage
+from data_contracts.contract import STAGE_ORDER, Column, Contract, GateContext, Rule, Severity, Stage
 from data_contracts.files import CUT_OFF, FileFlaw, RawTable
 from data_contracts.rules import rules_of
 from data_contracts.suite import RuleResult, applicable, run_directly, run_rules
@@ -128,7 +128,7 @@ def check_table(
     ``rules``: judge these only; None: all of the contract's. ``direct``: by pandas alone (``suite.run_directly``).
     """
     judged = rules_of(contract) if rules is None else tuple(rules)
-    raw = _with_cut_number(contract, _as_raw(batch, source))
+    raw = _with_cut_cell(contract, _as_raw(batch, source))
     findings = [_of_file(contract, flaw) for flaw in raw.flaws]
     table: pa.Table | None = None
     unchecked: tuple[str, ...] = ()
@@ -192,22 +192,28 @@ def _as_raw(batch: RawTable | pa.Table | pd.DataFrame, source: str) -> RawTable:
         return RawTable(table=None, flaws=(flaw,), source=source)
 
 
-def _with_cut_number(contract: Contract, raw: RawTable) -> RawTable:
-    """Refuse a text that may be cut off inside a number: its front part is a number too, and another one.
+def _with_cut_cell(contract: Contract, raw: RawTable) -> RawTable:
+    """Refuse a text that may be cut off inside a number or a name: its front part is one too, and another one.
 
-    Names, times and missing fields are told by their own rules.
+    Times, lists and missing fields are told by their own rules; free text says nothing that a plan rests on.
     """
     cut = [flaw for flaw in raw.flaws if flaw.text == CUT_OFF]
     if not cut or raw.table is None or not raw.table.num_rows:
         return raw
     name = raw.table.column_names[-1]
-    numbers = {one.name for one in contract.columns if pa.types.is_floating(one.type) or pa.types.is_integer(one.type)}
-    if name not in numbers:
+    kind = next((_cut_kind(column) for column in contract.columns if column.name == name), "")
+    if not kind:
         return raw
-    value = str(raw.table.column(name)[-1].as_py())
-    text = f"{CUT_OFF}, inside the number {name}; end the file with a line end"
-    flaw = FileFlaw(raw.table.num_rows, value, text)
+    value = raw.table.column(name)[-1].as_py()
+    text = f"{CUT_OFF}, inside the {kind} {name}; end the file with a line end"
+    flaw = FileFlaw(raw.table.num_rows, "empty" if value is None else _cut(str(value)), text)
     return raw._replace(flaws=(*(one for one in raw.flaws if one.text != CUT_OFF), flaw))
+
+
+def _cut_kind(column: Column) -> str:
+    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
+        return "number"
+    return "name" if pa.types.is_string(column.type) and not column.words else ""
 
 
 def _unchecked(rules: Sequence[Rule], context: GateContext) -> tuple[str, ...]:

@@ -29,7 +29,10 @@ from data_contracts.contract import (
     Stage,
 )
 
-STAND_INS: Final = ("nan", "null", "none", "nil", "n/a", "na", "undefined", "unknown", "missing", "-", "--", "?")
+STAND_INS: Final = (
+    *("nan", "-nan", "null", "\\n", "none", "nil", "n/a", "na", "undefined", "unknown", "missing", "-", "--", "?", "."),
+    *('""', "''", '"', "'"),
+)
 """What people and programs write where a value is missing; in any case, and after a # too (a spreadsheet's #N/A)."""
 
 _STAND_IN: Final = "|".join(re.escape(word) for word in STAND_INS)
@@ -258,6 +261,7 @@ def _row_count(contract: Contract) -> Rule:
 
 def _row_jump(contract: Contract) -> Rule:
     """Refuses, except where no rows are an answer: such a table fills up too, as when the first agents come."""
+
     def expect(_: str, context: GateContext) -> Expectation | None:
         if context.previous is None:
             return None

@@ -355,7 +355,7 @@ def load_limits(settings: Settings) -> GateLimits:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return GateLimits.from_mapping(values)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValidationFailed([Violation(table=str(path), row="", value="", rule=str(error))]) from error
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
+import os
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_contracts.coerce import coerce
 from data_contracts.contract import GateContext
-from data_contracts.files import read_bytes
-from data_contracts.gate import GateReport, check_table
+from data_contracts.files import read_bytes, read_file
+from data_contracts.gate import GateReport, Verdict, check_table
 from data_contracts.registry import contract_of
 from data_contracts.rules import rules_of
 
@@ -154,3 +159,149 @@ def test_a_cell_of_a_megabyte_is_shown_by_its_beginning() -> None:
     (found,) = report.findings
     assert len(str(found)) < 1000
     assert "(100002 characters)" in found.value
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("0001-01-01T00:00:00Z", True),
+        ("0000-01-01T00:00:00Z", False),
+        ("0001-01-01T00:00:00+10:00", False),
+        ("9999-12-31T23:59:59Z", True),
+        ("9999-12-31T23:59:59-10:00", False),
+        ("10000-01-01T00:00:00Z", False),
+        ("2026-11-29T12:00:00+24:00", False),
+        ("2026-11-29T12:00:60Z", False),
+        ("2026-11-29T24:00:00Z", False),
+        ("2026-W48-7T12:00Z", False),
+        ("2026-333T12:00Z", False),
+        ("20261129T120000Z", False),
+        ("2026-11-29T12:00:00,5Z", False),
+        ("2026-11-29T12:00:00 PST", False),
+        ("Sun, 29 Nov 2026 12:00:00 GMT", False),
+        ("29/11/2026 12:00Z", False),
+        ("1796000000", False),
+        ("\u0662\u0660\u0662\u0666-11-29T12:00:00Z", False),
+    ],
+)
+def test_times_are_read_in_one_form_within_the_years_that_have_a_name(text: str, read: bool) -> None:
+    """An offset that carries a time out of the years 1 to 9999, leap seconds, other calendars' forms: each refused."""
+    header = ",".join(PRICES.column_names)
+    row = f"aws/us-east-2,L4x1,on_demand,0.8,{text!s},x"
+    data = f"{header}\n{row if ',' not in text else row.replace(text, f'{chr(34)}{text}{chr(34)}')}\n"
+    report = check_table(PRICES, read_bytes(data.encode(), "f.csv"), GateContext(now=NOW)).report
+    assert [one.rule for one in report.findings] != []
+    assert ("time" in {one.rule for one in report.findings}) is not read
+
+
+NUMBERS = [
+    *("1e", "+-1", "--1", "1.0.0", "0x10", "0b1", "0o7", "1_000", "1d", "1f", "1L", "true", "TRUE", "1,5", "1.234,5"),
+    *(
+        "1 000",
+        "$1",
+        "1%",
+        "1/2",
+        "=1+1",
+        "NaN(1)",
+        "\u00bd",
+        "\u0661\u0662",
+        "\uff11\uff12",
+        "\u0663.\u0665",
+        "[1]",
+        '""',
+    ),
+]
+
+
+def test_what_only_some_programs_call_a_number_is_none() -> None:
+    """Other bases, suffixes, signs, fractions, digits of other scripts, truth values: each is refused in its row."""
+    header = ",".join(DEMAND.column_names)
+    rows = [
+        f'phi-4-14b,"{text.replace(chr(34), chr(34) * 2)}",9,9,9,9,{NOW.isoformat()},300,r{n}'
+        for n, text in enumerate(NUMBERS)
+    ]
+    data = "\n".join([header, *rows, f"phi-4-14b,5.,9,9,9,9,{NOW.isoformat()},300,good", ""])
+    report = check_table(DEMAND, read_bytes(data.encode(), "f.csv"), GateContext(now=NOW)).report
+    found = {one.row.split(" (")[0]: one.rule for one in report.findings}
+    assert found == {f"row {n}": "number" for n in range(1, len(NUMBERS) + 1)}
+
+
+@pytest.mark.parametrize("name", [r"\N", '""', "''", "-nan", "NaN", "#N/A", "#REF!", "."])
+def test_a_stand_in_for_a_missing_name_is_no_name(name: str) -> None:
+    """What databases, spreadsheets and programs leave where a name is missing."""
+    report = judged(changed(ROWS, model=[name, "b", "c"]), "model_is_name", GateContext(now=NOW))
+    assert [one.row.split(" (")[0] for one in report.findings] == ["row 1"]
+
+
+def test_a_name_cut_off_at_the_end_of_the_file_is_refused() -> None:
+    """L4x1 may be the front of L4x16, and an empty origin that of aws/us-east-2; free text and times may end so."""
+    rows = "model,requests_per_s,mean_prompt_tokens,p95_prompt_tokens,mean_output_tokens,p95_output_tokens,"
+    rows += f"interval_start,interval_s,origin\nphi-4-14b,1,9,9,9,9,{NOW.isoformat()},300,"
+    for end, value in (("aws/us-east", "aws/us-east"), ("", "empty")):
+        cut = check_table(DEMAND, read_bytes(f"{rows}{end}".encode(), "f.csv"), GateContext(now=NOW)).report
+        assert [(one.row, one.value) for one in cut.findings] == [("row 1", value)]
+        assert "may be cut off, inside the name origin" in cut.findings[0].text
+    words = f"{','.join(PRICES.column_names)}\naws/us-east-2,L4x1,on_demand,0.8,{NOW.isoformat()},a price li"
+    report = check_table(PRICES, read_bytes(words.encode(), "f.csv"), GateContext(now=NOW)).report
+    assert report.verdict is Verdict.ACCEPTED_WITH_WARNINGS
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"a,b\n1,2\n\xe9,3\n", "byte 0xe9 in line 3"),
+        (b"a,b\n1,2\0\n", "a NUL in line 2"),
+        ("a,b\n1,2\n".encode("utf-16-le"), "a NUL in line 1"),
+        ("a,b\n1,2\n".encode("utf-32"), "a NUL in line 1"),
+        (b"a,b\n1,\x80\n", "byte 0x80 in line 2"),
+    ],
+)
+def test_what_is_no_text_is_shown_where_it_stands(data: bytes, value: str) -> None:
+    """Other encodings are not guessed; the first byte that is none of UTF-8 is named with its line."""
+    raw = read_bytes(data, "f.csv")
+    assert raw.table is None
+    assert [(flaw.text, flaw.value) for flaw in raw.flaws] == [("neither Parquet nor UTF-8 text", value)]
+
+
+def test_lists_that_repeat_are_read_as_each_would_be_alone() -> None:
+    """Equal texts of lists, empty cells and bad ones at several rows: each row has its own list, null or flaw."""
+    table = TEMPLATES.example_table(NOW)
+    cells = ["[40]", None, "[1.5]", "[40]", "[10, 30]", "[1.5]", None, "[40]"]
+    many = pa.concat_tables([table] * 4)
+    found = coerce(
+        TEMPLATES, many.set_column(many.schema.get_field_index("stage_layers"), "stage_layers", pa.array(cells))
+    )
+    assert [(flaw.row, flaw.value) for flaw in found.flaws] == [(2, "[1.5]"), (5, "[1.5]")]
+    assert found.table is not None
+    lists = [[40], None, None, [40], [10, 30], None, None, [40]]
+    assert found.table.column("stage_layers").to_pylist() == lists
+
+
+def test_files_that_state_more_than_a_table_holds_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small Parquet file can unpack to more than the memory; CSV has a limit of its own, which names Parquet."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"a": ["x" * 1000] * 1000}), sink, use_dictionary=False, compression="zstd")
+    monkeypatch.setattr("data_contracts.files.MAX_UNPACKED_BYTES", 100_000)
+    assert len(sink.getvalue()) < 100_000
+    assert "bytes unpacked" in read_bytes(sink.getvalue(), "f.parquet").flaws[0].text
+    monkeypatch.setattr("data_contracts.files.MAX_CSV_BYTES", 100)
+    assert "use Parquet" in read_bytes(b"a,b\n" * 100, "f.csv").flaws[0].text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "being written"])
+def test_what_is_no_plain_file_is_a_finding(tmp_path: Path, kind: str) -> None:
+    """A pipe without a writer, a device without end, a file that is being written: the reason at once, no waiting."""
+    path = tmp_path / "demand.csv"
+    message = {"folder": "Is a directory", "loop": "symbolic links", "being written": "open for writing"}
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    with path.open("w") if kind == "being written" else contextlib.nullcontext():
+        raw = read_file(path)
+    assert raw.table is None
+    assert message.get(kind, "no plain file") in raw.flaws[0].text
