@@ -223,7 +223,7 @@ def falling_cost(state: Any, cost: Any) -> Any:
 
 @_jit
 def not_dominated(use: Any, rate: Any, cost: Any) -> Any:
-    """Rows that no other one beats: uses no more of anything, serves no less, costs no more."""
+    """Rows that no other one beats: uses no more of anything, serves no less, costs no more (``cost`` in money)."""
     keep, nothing = np.ones(len(cost), dtype=np.bool_), np.zeros(use.shape[1], dtype=np.int64)
     for i in range(len(cost)):
         for j in range(len(cost)):

@@ -2,8 +2,9 @@
 
 Owns the enumeration by labels: partial plans with their rate, adjusted cost and use of the resources that couple
 models. A label goes when the decomposition's bound on what is missing puts it above the target, or when another one
-uses the same, serves as much and costs no more. What is left is complete: where no combination fits under the target,
-the target is a proved bound. Limited by numbers of labels, not by time. Knows no solver.
+uses no more, serves as much and costs no more, in money: adjusted costs alone would let a label win by leaving unused
+what has a price, which is no gain where nobody else needs it. What is left is complete: where no combination fits
+under the target, the target is a proved bound. Limited by numbers of labels, not by time. Knows no solver.
 """
 
 from __future__ import annotations
@@ -149,8 +150,7 @@ class Enumeration:
             every = self._join(every, plans, _Rest(table=np.zeros((1, 2)), tracked=_NOTHING), 1.0, slack, least=False)
             if not len(every):
                 return None
-        prices = np.array([resource.price for resource in self.resources])
-        money = every.cost - every.use @ prices
+        money = self.money_of(every)
         at = int(np.lexsort((every.origin, money))[0])
         total = math.fsum(model.value for model in self.evaluation.models) + float(money[at])
         return total, self.history.columns_of(int(every.origin[at]))
@@ -193,7 +193,22 @@ class Enumeration:
         added = np.concatenate([[NONE], rows[column[1:]]]).astype(np.int64)
         origin = self.history.add(before, np.full(len(parent), NONE, dtype=np.int64), added, copies)
         made = Labels(use=use[kept].astype(np.int64), rate=rate[kept], cost=cost[kept], origin=origin[kept])
-        return without_dominated(made)
+        return self._thinned(made)
+
+    def _thinned(self, labels: Labels) -> Labels:
+        """Without labels that another one beats in use, rate and money, where few enough to compare each with each.
+
+        In money, not in adjusted cost: with less use of what has a price, a label may be better adjusted and still cost
+        more. Less use and no more money are no more adjusted cost either, so what stays is as good in every bound.
+        """
+        if not 1 < len(labels) <= MAX_COMPARED:
+            return labels
+        return labels.take(label_kernels.not_dominated(labels.use, labels.rate, self.money_of(labels)))
+
+    def money_of(self, labels: Labels) -> FloatArray:
+        """Cost of labels without the prices of what they use, USD/h, [N]."""
+        prices: FloatArray = np.array([resource.price for resource in self.resources], dtype=np.float64)
+        return np.asarray(labels.cost - labels.use @ prices, dtype=np.float64)
 
     def use_of(self, rows: IntArray) -> IntArray:
         """What one instance of each column uses of each resource, [rows, K]."""
@@ -231,7 +246,7 @@ class Enumeration:
             cost=one.cost[first] + other.cost[second],
             origin=self.history.add(one.origin[first], other.origin[second], none, none),
         )
-        return without_dominated(best_of(joined))
+        return self._thinned(best_of(joined))
 
 
 class _Serving:
@@ -260,13 +275,14 @@ class _Serving:
         lost[self.run.core.problem.excess_unserved(self.model.m, unserved) > 0] = np.inf
         cost = labels.cost + lost
         kept = np.flatnonzero(cost <= self.ceiling)
+        run = self.run
         full = Labels(
             use=labels.use[kept],
             rate=np.zeros(len(kept)),
             cost=cost[kept] - self.model.value,
             origin=labels.origin[kept],
         )
-        return without_dominated(best_of(full))
+        return run._thinned(best_of(full))  # noqa: SLF001 - both classes are one algorithm
 
     def _join(self, one: Labels, other: Labels, rest: _Rest, *, least: bool) -> Labels:
         return self.run._join(one, other, rest, self.required, self.ceiling, least=least)  # noqa: SLF001 - as above
@@ -338,10 +354,3 @@ def best_of(labels: Labels) -> Labels:
     order = np.lexsort((labels.origin, labels.cost, -labels.rate, state))
     kept = label_kernels.falling_cost(state[order], labels.cost[order])
     return labels.take(order[kept])
-
-
-def without_dominated(labels: Labels) -> Labels:
-    """Without labels that another one beats in use, rate and cost, where few enough to compare each with each."""
-    if not 1 < len(labels) <= MAX_COMPARED:
-        return labels
-    return labels.take(label_kernels.not_dominated(labels.use, labels.rate, labels.cost))

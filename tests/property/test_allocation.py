@@ -309,3 +309,49 @@ def test_a_tighter_slo_is_never_cheaper(problem, factor):
     )
     for cheap, dear in ((best(problem), one), (one, every)):
         assert dear >= cheap - 1e-6 * max(1.0, abs(dear) if np.isfinite(dear) else 1.0)
+
+
+def scarce_problem(seed: int) -> AllocationProblem:
+    """3 models with prefill and decode on pools of 2 to 8 nodes that all of them want, in 2 regions."""
+    rng = np.random.default_rng(seed)
+    M, R, C, T = 3, 2, 3, 18
+    nodes = rng.choice([0, 0, 1, 1, 2], size=(T, C)).astype(np.int16)
+    nodes[nodes.sum(axis=1) == 0, 0] = 1
+    price = rng.uniform(0.5, 4.0, size=C)
+    phase = rng.integers(0, 2, T).astype(np.int8)
+    speed = rng.uniform(0.5, 1.5, size=T) * (nodes @ price**0.8) / 4
+    demand, none = rng.uniform(2, 6, size=M), np.zeros(0, dtype=np.int64)
+    return AllocationProblem(
+        library_version="scarce",
+        models=tuple(f"m{k}" for k in range(M)),
+        regions=tuple(f"r{k}" for k in range(R)),
+        configurations=tuple(f"G{k}x1" for k in range(C)),
+        zones=tuple(Zone(region=r, market=Market.ON_DEMAND) for r in range(R)),
+        num_gpus=np.ones(C, dtype=np.int64),
+        demand_requests_per_s=demand,
+        required_requests_per_s=demand,
+        prompt_tokens=np.full(M, 100.0),
+        output_tokens=np.full(M, 10.0),
+        price_usd_per_hour=price[None, :] * rng.uniform(0.9, 1.1, size=(R, 1)),
+        available_nodes=rng.integers(2, 9, size=(R, C)),
+        templates=plain_templates(
+            model=(np.arange(T) % M).astype(np.int32),
+            phase=phase,
+            nodes=nodes,
+            throughput=np.where(phase == 0, 100.0, 10.0) * speed,
+        ),
+        running=Running(template=none, zone=none, count=none),
+        options=AllocationOptions(),
+        shortfall_weight=np.full(M, 100.0),
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 11, 20, 23, 27])
+def test_what_is_proved_where_supply_is_scarce_is_true(seed):
+    """Where models compete for priced pools the optimum is HiGHS's. In each of these, an enumeration that compares ways
+    by adjusted cost instead of money loses the best one and then "proves" a dearer plan optimal.
+    """
+    problem = scarce_problem(seed)
+    plain = solve_plain(problem, time_limit_s=100.0)
+    assert plain.status.value == "optimal"
+    assert best(problem) == pytest.approx(plain.objective, rel=1e-6)

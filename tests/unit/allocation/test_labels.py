@@ -12,7 +12,7 @@ import pytest
 from coral_tasks.allocation.check import check_counts
 from coral_tasks.allocation.columns import build_columns
 from coral_tasks.allocation.counts import counts_from_columns
-from coral_tasks.allocation.decompose import build_core, build_grid, column_bounds, evaluate, no_duals
+from coral_tasks.allocation.decompose import Duals, build_core, build_grid, column_bounds, evaluate, no_duals
 from coral_tasks.allocation.greedy import greedy_plans
 from coral_tasks.allocation.label_kernels import falling_cost, not_dominated, number_rows
 from coral_tasks.allocation.labels import Enumeration, Resource
@@ -29,18 +29,22 @@ def core_of(problem):
     return columns, build_core(problem, columns, np.full(len(problem.models), np.inf))
 
 
-def enumerated(problem, target):
-    """The best plan up to a target at zero prices, every pool a resource."""
+def enumerated(problem, target, prices=None):
+    """The best plan up to a target, at zero prices with every pool a resource, or at ``prices`` [Z, C] of a node with
+    the priced pools alone, as the search does.
+    """
     columns, core = core_of(problem)
-    evaluation = evaluate(core, build_grid(core, 1000, rounds_up=True), no_duals(core))
+    duals = no_duals(core) if prices is None else Duals(nodes=np.array(prices), sides=np.zeros(len(core.sides)))
+    evaluation = evaluate(core, build_grid(core, 1000, rounds_up=True), duals)
     resources = [
         Resource(
             weights=np.where(columns.zone == z, problem.templates.nodes[columns.template, c].astype(np.int64), 0),
             limit=int(problem.available_nodes[z, c]),
-            price=0.0,
+            price=float(duals.nodes[z, c]),
             pool=(z, c),
         )
         for z, c in itertools.product(*map(range, problem.available_nodes.shape))
+        if prices is None or duals.nodes[z, c] > 0
     ]
     alive = column_bounds(core, evaluation) <= target
     run = Enumeration(core=core, evaluation=evaluation, resources=resources, alive=alive, target=target)
@@ -81,6 +85,35 @@ def test_nothing_below_the_optimum(world):
     problem = world.pool(EAST, "L4x1", 1.0, 3).pool(EAST, "H100x1", 4.0, 9).problem()
     best = enumerated(problem, 6.9)[1]
     assert best is None or best[0] > 6.9
+
+
+def test_a_way_that_is_cheaper_in_money_is_kept_whatever_its_pool_is_priced_at(world):
+    """An L4 costs 1 USD and an H100 1.5 USD; with the L4 priced at 1 USD more the H100 looks better and uses less of
+    what is priced, yet the plan up to 1.2 USD is the L4 at 1 USD: to lose it would prove a bound above the optimum.
+    """
+    world.template("m", "a", {"H100x1": 1}, 1.0).template("m", "a", {"L4x1": 1}, 1.0).ask("m", 1.0)
+    problem = world.pool(EAST, "H100x1", 1.5, 9).pool(EAST, "L4x1", 1.0, 1).problem()
+    assert problem.configurations == ("H100x1", "L4x1")
+    best = enumerated(problem, 1.2, prices=[[0.0, 1.0]])[1]
+    assert best is not None
+    assert best[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_prices_do_not_change_what_is_found(world, seed):
+    """Two models, one pool scarce and priced at random: the best plan is that of trying every combination."""
+    rng = np.random.default_rng(seed)
+    for model in ("m", "n"):
+        for name in ("L4x1", "H100x1"):
+            world.template(model, "a", {name: 1}, float(rng.choice([0.6, 1.0, 1.7])))
+        world.ask(model, float(rng.choice([1.0, 1.6, 2.4])))
+    world.pool(EAST, "H100x1", float(rng.choice([0.7, 1.0, 1.3, 2.3])), 9)
+    world.pool(EAST, "L4x1", float(rng.choice([0.7, 1.0, 1.3])), int(rng.integers(1, 5)))
+    problem = world.problem()
+    expected = tried(problem, 4)
+    best = enumerated(problem, expected + 0.3, prices=[[0.0, float(rng.choice([0.4, 1.1]))]])[1]
+    assert best is not None
+    assert best[0] == pytest.approx(expected)
 
 
 def test_prefill_surplus_is_allowed(world):
