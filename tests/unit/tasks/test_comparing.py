@@ -11,10 +11,12 @@ from coral_tasks.tasks.comparing import (
     compare_and_report,
     compare_helix,
     demand_mix,
+    make_trace,
     make_world,
     offered_nodes,
     trace_file,
 )
+from coral_tasks.tasks.demand import TRACE_OF
 
 pytestmark = pytest.mark.timeout(900)  # the first simulation on a machine compiles the event loop
 
@@ -65,6 +67,26 @@ def test_scarce_offers_fewer_nodes_than_default(tmp_path):
         assert offered == offered_nodes(world)
         total[case] = sum(offered[0].values())
     assert total["scarce"] / total["default"] == pytest.approx(3.5 / 12, rel=0.25)
+
+
+def test_poisson_arrivals_draw_lengths_from_the_whole_trace(tmp_path):
+    """A trace that turns from short to long half way gives the mean of both, prompt and answer still together."""
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    for second in range(4000):
+        prompt, answer = (100, 10) if second < 2000 else (300, 30)
+        lines.append(f"2023-11-16 {18 + second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}.0,{prompt},{answer}")
+    for kind in ("conv", "code"):
+        (tmp_path / f"azure_{kind}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    request = CompareRequest(work=tmp_path, traces=tmp_path, num_epochs=1, epoch_s=300.0)
+    setup = load_catalog().setup("core")
+    trace = make_trace(request, setup, demand_mix(setup, "default"))
+    recorded = [k for k, model in enumerate(trace.models) if model in TRACE_OF]
+    for k in recorded:
+        mine = trace.model == k
+        prompts, answers = trace.prompt_tokens[mine], trace.output_tokens[mine]
+        assert set(zip(prompts.tolist(), answers.tolist(), strict=True)) == {(100, 10), (300, 30)}
+        assert prompts.mean() == pytest.approx(200, rel=0.05)  # about 3,000 requests: 2 % is one standard error
+    assert recorded
 
 
 def test_unknown_names_list_the_known_ones(tmp_path):
