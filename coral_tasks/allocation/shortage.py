@@ -186,13 +186,13 @@ class SearchLevels:
         most = MOST_MONEY * (1 + 1e-6)
 
         def is_answered(search: Search) -> bool:
-            return search.state.bound > most or search.objective_of(search.state.values)[1] <= 0
+            return search.state.bound >= most or search.objective_of(search.state.values)[1] <= 0
 
         search = self._search(problem, until or self._until(), MOST_MONEY, stop_when=is_answered, asked=most)
         if search.objective_of(search.state.values)[1] <= 0:
             self.values = search.state.values
             return True
-        return False if search.state.bound > most else None
+        return False if search.state.bound >= most else None
 
     def _settle_rates(self, members: Sequence[int], worst: float) -> None:
         """The least rate unserved in all, no share above ``worst``; among equals the earlier models' first."""
