@@ -4,12 +4,14 @@ Owns the enumeration by labels: partial plans with their rate, adjusted cost and
 models. A label goes when the decomposition's bound on what is missing puts it above the target, or when another one
 uses no more, serves as much and costs no more, in money: adjusted costs alone would let a label win by leaving unused
 what has a price, which is no gain where nobody else needs it. What is left is complete: where no combination fits
-under the target, the target is a proved bound. Limited by numbers of labels, not by time. Knows no solver.
+under the target, the target is a proved bound. Limited by numbers of labels; by time only where the whole run is.
+Knows no solver.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -128,13 +130,17 @@ def whole_resource(weights: FloatArray, upper: float, price: float, side: int) -
 
 @dataclass(slots=True, kw_only=True)
 class Enumeration:
-    """One enumeration: all plans of cost up to ``target``, with the columns ``alive`` [N], under ``resources``."""
+    """One enumeration: all plans of cost up to ``target``, with the columns ``alive`` [N], under ``resources``.
+
+    ``deadline``: monotonic time at which it gives up.
+    """
 
     core: _Core
     evaluation: Evaluation
     resources: Sequence[Resource]
     alive: NDArray[np.bool_]
     target: float
+    deadline: float = math.inf
     history: _History = field(default_factory=_History)
     slots: NDArray[np.int32] = field(default_factory=lambda: np.full(2 * MAX_MADE, NONE, dtype=np.int32))
 
@@ -168,6 +174,7 @@ class Enumeration:
 
     def group(self, group: tuple[int, int], rest: _Rest, required: float, ceiling: float) -> Labels:
         """Labels of one phase in one place from its columns."""
+        self._require_time()
         rows = np.flatnonzero(self.alive[group[0] : group[1]]) + group[0]
         columns = self.core.columns
         found, count = label_kernels.build_labels(
@@ -194,6 +201,10 @@ class Enumeration:
         origin = self.history.add(before, np.full(len(parent), NONE, dtype=np.int64), added, copies)
         made = Labels(use=use[kept].astype(np.int64), rate=rate[kept], cost=cost[kept], origin=origin[kept])
         return self._thinned(made)
+
+    def _require_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise TooManyLabels
 
     def _thinned(self, labels: Labels) -> Labels:
         """Without labels that another one beats in use, rate and money, where few enough to compare each with each.
@@ -224,6 +235,7 @@ class Enumeration:
 
     def _join(self, one: Labels, other: Labels, rest: _Rest, required: float, ceiling: float, *, least: bool) -> Labels:
         """Every pair of labels below the ceiling: rates are the lesser of both (``least``) or added."""
+        self._require_time()
         if len(one) * len(other) > MAX_JOINS:
             raise TooManyLabels
         order = np.argsort(other.cost, kind="stable")

@@ -440,7 +440,12 @@ class Search:
         """The best plan of cost up to the target; resources that it would exceed are added to the list."""
         while True:
             run = Enumeration(
-                core=self.core, evaluation=evaluation, resources=resources, alive=bounds <= target, target=target
+                core=self.core,
+                evaluation=evaluation,
+                resources=resources,
+                alive=bounds <= target,
+                target=target,
+                deadline=self.deadline,
             )
             best = run.best()
             if best is None:

@@ -15,7 +15,7 @@ from coral_tasks.allocation.counts import counts_from_columns
 from coral_tasks.allocation.decompose import Duals, build_core, build_grid, column_bounds, evaluate, no_duals
 from coral_tasks.allocation.greedy import greedy_plans
 from coral_tasks.allocation.label_kernels import falling_cost, not_dominated, number_rows
-from coral_tasks.allocation.labels import Enumeration, Resource
+from coral_tasks.allocation.labels import Enumeration, Resource, TooManyLabels
 from coral_tasks.allocation.options import GpuCap, ModelRules
 from coral_tasks.allocation.search import Search
 from coral_tasks.domain.names import Market
@@ -29,7 +29,7 @@ def core_of(problem):
     return columns, build_core(problem, columns, np.full(len(problem.models), np.inf))
 
 
-def enumerated(problem, target, prices=None):
+def enumerated(problem, target, prices=None, deadline=math.inf):
     """The best plan up to a target, at zero prices with every pool a resource, or at ``prices`` [Z, C] of a node with
     the priced pools alone, as the search does.
     """
@@ -47,7 +47,9 @@ def enumerated(problem, target, prices=None):
         if prices is None or duals.nodes[z, c] > 0
     ]
     alive = column_bounds(core, evaluation) <= target
-    run = Enumeration(core=core, evaluation=evaluation, resources=resources, alive=alive, target=target)
+    run = Enumeration(
+        core=core, evaluation=evaluation, resources=resources, alive=alive, target=target, deadline=deadline
+    )
     return columns, run.best()
 
 
@@ -60,6 +62,13 @@ def tried(problem, most):
         if report.ok and not any(report.shortfall):
             best = min(best, report.cost + report.startup)
     return best
+
+
+def test_the_run_s_end_ends_the_enumeration(world):
+    """Past its deadline it gives up instead of going on for minutes; it never says that there is nothing."""
+    world.template("a", "a", {"L4x1": 1}, 1.0).ask("a", 2.0)
+    with pytest.raises(TooManyLabels):
+        enumerated(world.pool(EAST, "L4x1", 1.0, 3).problem(), 7.0, deadline=time.monotonic())
 
 
 def test_two_models_share_a_pool(world):
