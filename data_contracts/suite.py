@@ -155,10 +155,10 @@ def _judged_columns(frame: pd.DataFrame, judged: Sequence[_Judged]) -> pd.DataFr
 
 
 def _without_lists(column: pd.Series) -> pd.Series:
-    first = column.first_valid_index() if column.dtype == object else None
-    if first is None or not isinstance(column.loc[first], list | np.ndarray):
+    if not isinstance(column.dtype, pd.ArrowDtype):
         return column
-    return column.map(len, na_action="ignore").astype("float64")
+    lengths = column.list.len().to_numpy(dtype="float64", na_value=np.nan)
+    return pd.Series(lengths, index=column.index)
 
 
 @cache

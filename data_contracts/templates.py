@@ -14,8 +14,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from data_contracts.contract import Broken, Column, Contract, Derive, GateContext
 from data_contracts.profile_cells import SLO_RULES, SOURCES
@@ -102,39 +105,77 @@ def _example(_: datetime) -> Sequence[Mapping[str, Any]]:
     return [{**shared, **single}, {**shared, **mixed}]
 
 
-def _of_lists(frame: pd.DataFrame, column: str, value: Callable[[Any], float]) -> pd.Series:
-    """``value`` of each list; null where there is none, which another rule says."""
-    found = [math.nan if cell is None else value(cell) for cell in frame[column]]
-    return pd.Series(found, index=frame.index, dtype=float)
+class _Lists:
+    """A column of lists, judged by all items at once; a row without a list is null, which another rule says."""
+
+    def __init__(self, frame: pd.DataFrame, column: str) -> None:
+        self._index = frame.index
+        found = frame[column].array.__arrow_array__()
+        self._arrow = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+        self.row = pc.list_parent_indices(self._arrow).to_numpy()
+        self.items = pc.list_flatten(self._arrow)
+
+    def series(self, values: NDArray[np.float64]) -> pd.Series:
+        """One value for each row; null where there is no list."""
+        absent = self._arrow.is_null().to_numpy(zero_copy_only=False)
+        return pd.Series(np.where(absent, math.nan, values), index=self._index)
+
+    def sums(self, weights: NDArray[np.float64]) -> pd.Series:
+        """Sum by row of one weight for each item."""
+        return self.series(np.bincount(self.row, weights, minlength=len(self._arrow)))
+
+    def numbers(self) -> NDArray[np.float64]:
+        """The items."""
+        return np.asarray(self.items.to_numpy(zero_copy_only=False), dtype=float)
+
+
+def _lengths(frame: pd.DataFrame, column: str) -> pd.Series:
+    lists = _Lists(frame, column)
+    return lists.sums(np.ones(len(lists.row)))
+
+
+def _totals(frame: pd.DataFrame, column: str) -> pd.Series:
+    lists = _Lists(frame, column)
+    return lists.sums(lists.numbers())
 
 
 def _uneven_lists(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """How far the lists' lengths are from the counts beside them."""
-    off = [(_of_lists(frame, name, len) - frame["num_nodes"]).abs() for name in _PER_NODE]
-    off += [(_of_lists(frame, name, len) - frame["num_stages"]).abs() for name in _PER_STAGE]
+    off = [(_lengths(frame, name) - frame["num_nodes"]).abs() for name in _PER_NODE]
+    off += [(_lengths(frame, name) - frame["num_stages"]).abs() for name in _PER_STAGE]
     return pd.concat(off, axis=1).sum(axis=1)
 
 
 def _missing_layers(frame: pd.DataFrame, _: GateContext) -> pd.Series:
-    return (_of_lists(frame, "stage_layers", sum) - frame["num_layers"]).abs()
+    return (_totals(frame, "stage_layers") - frame["num_layers"]).abs()
 
 
 def _quanta_beyond(frame: pd.DataFrame, _: GateContext) -> pd.Series:
-    return _of_lists(frame, "stage_quanta", sum) - frame["total_quanta"]
+    return _totals(frame, "stage_quanta") - frame["total_quanta"]
 
 
 def _least(column: str) -> Derive:
     """Smallest item of a list; null where it is empty, which the counts say."""
-    return lambda frame, _: _of_lists(frame, column, lambda cell: min(cell, default=math.nan))
+
+    def derive(frame: pd.DataFrame, _: GateContext) -> pd.Series:
+        lists = _Lists(frame, column)
+        least = np.full(len(frame), math.inf)
+        np.minimum.at(least, lists.row, lists.numbers())
+        return lists.series(np.where(np.isinf(least), math.nan, least))
+
+    return derive
 
 
 def _stages_off(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """Stages that hold no node, and stage numbers beyond the last: 0 if nodes and stages fit."""
-    counts = [
-        math.nan if cell is None or math.isnan(number) else float(len(set(cell) ^ set(range(int(number)))))
-        for cell, number in zip(frame["node_stage"], frame["num_stages"].clip(upper=MOST_STAGES), strict=True)
-    ]
-    return pd.Series(counts, index=frame.index, dtype=float)
+    lists = _Lists(frame, "node_stage")
+    number = frame["num_stages"].clip(upper=MOST_STAGES).to_numpy(dtype=float)
+    row, stage = np.unique(np.stack([lists.row, lists.numbers()]), axis=1)
+    row = row.astype(np.int64)
+    wanted = (stage >= 0) & (stage < np.floor(number)[row])
+    held = np.bincount(row, wanted, minlength=len(frame))
+    strange = np.bincount(row, ~wanted, minlength=len(frame))
+    return lists.series(np.maximum(np.floor(number), 0) - held + strange)
 
 
 def _strange(column: str, known: Callable[[GateContext], frozenset[str] | None]) -> Derive:
@@ -144,7 +185,9 @@ def _strange(column: str, known: Callable[[GateContext], frozenset[str] | None])
         names = known(context)
         if names is None:
             return pd.Series(math.nan, index=frame.index)
-        return _of_lists(frame, column, lambda cell: float(sum(one not in names for one in cell)))
+        lists = _Lists(frame, column)
+        strange = pc.invert(pc.is_in(lists.items, pa.array(sorted(names), pa.string())))
+        return lists.sums(strange.to_numpy(zero_copy_only=False).astype(float))
 
     return derive
 
@@ -152,10 +195,9 @@ def _strange(column: str, known: Callable[[GateContext], frozenset[str] | None])
 def _id_off(frame: pd.DataFrame, _: GateContext) -> pd.Series:
     """1 where the id does not begin with the row's own model and phase."""
     names = ["template_id", "model", "phase"]
-    missing = frame[names].isna().any(axis=1).tolist()
-    rows = zip(missing, *(frame[name].tolist() for name in names), strict=True)
-    off = [math.nan if gone else float(not one.startswith(f"{model}/{phase}/")) for gone, one, model, phase in rows]
-    return pd.Series(off, index=frame.index, dtype=float)
+    rows = zip(*(frame[name].tolist() for name in names), strict=True)
+    off = [float(isinstance(one, str) and not one.startswith(f"{model}/{phase}/")) for one, model, phase in rows]
+    return pd.Series(off, index=frame.index).mask(frame[names].isna().any(axis=1))
 
 
 RULES: Final = (
