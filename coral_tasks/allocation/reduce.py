@@ -1,7 +1,7 @@
 """Lossless reduction of the library for one run: templates that smaller ones packed inside their nodes replace.
 
 Owns which rows may be left out without changing the optimum; not what they cost. Lossless as long as costs and limits
-are per node, so models under a rule that counts instances keep everything (notes in design 2.3).
+are per node, so models under a rule that counts instances or rates keep everything (notes in design 2.3).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coral_tasks.allocation.kernels import pack_rates
 from coral_tasks.allocation.problem import AllocationProblem
+from coral_tasks.domain.names import Market
 
 MAX_TABLE_ROWS: Final = 3_000_000
 """Multisets that fit the packing table; beyond, a model's templates are kept as they are."""
@@ -30,7 +31,7 @@ def reduced_templates(problem: AllocationProblem) -> NDArray[np.bool_]:
     keep &= np.isfinite(problem.request_rate)
     needed = (problem.required_requests_per_s > 0) | _minimum_instances(problem)
     keep &= needed[problem.templates.model]
-    counted = _models_with_counted_instances(problem)
+    counted = _models_with_counts(problem)
     tables: dict[int, _Multisets] = {}
     for m in range(len(problem.models)):
         if counted[m] or problem.required_requests_per_s[m] <= 0:
@@ -46,11 +47,17 @@ def _minimum_instances(problem: AllocationProblem) -> NDArray[np.bool_]:
     return np.array([problem.options.rules_of(model).min_instances > 0 for model in problem.models], dtype=np.bool_)
 
 
-def _models_with_counted_instances(problem: AllocationProblem) -> NDArray[np.bool_]:
-    """Models under a rule that counts instances, so that two small ones do not replace a large one."""
+def _models_with_counts(problem: AllocationProblem) -> NDArray[np.bool_]:
+    """Models under a rule that counts instances, so that two small ones do not replace a large one, or rates.
+
+    A limit on the rate that spot nodes carry makes the slower of two templates on the same nodes the better one where
+    the faster one is above it.
+    """
     per_run = problem.options.max_started_instances is not None
-    limits = [problem.options.rules_of(model).max_instances for model in problem.models]
-    return np.array([per_run or limit is not None for limit in limits], dtype=np.bool_)
+    has_spot = any(zone.market is Market.SPOT for zone in problem.zones)
+    rules = [problem.options.rules_of(model) for model in problem.models]
+    found = [per_run or one.max_instances is not None or (has_spot and 0 < one.max_spot_share < 1) for one in rules]
+    return np.array(found, dtype=np.bool_)
 
 
 class _Multisets:

@@ -278,3 +278,13 @@ def test_limit_that_no_surviving_column_is_under(world):
     plan = solve_allocation(problem, time_limit_s=20.0, gap=1e-6)
     assert {row.template.split("/")[0]: row.count for row in plan.instances} == {"n": 6}
     assert short(plan) == {"m": 0.5, "n": 7.3 - 6 * 0.04}
+
+
+def test_a_slower_template_fits_a_spot_share_that_a_faster_one_breaks(world):
+    """Half of 1 request/s may come from spot. Of two templates on an L4 the hybrid one carries 0.6, too much for spot
+    at 1 USD; the other carries 0.5: one of it on spot and one instance on demand at 4 USD, 5 against 8 USD.
+    """
+    world.template("m", "a", {"L4x1": 1}, 0.5).template("m", "a", {"L4x1": 1}, 0.6, Runtime.HYBRID).ask("m", 1.0)
+    world.pool(EAST, "L4x1", 4.0, 9).pool(EAST, "L4x1", 1.0, 9, Market.SPOT)
+    plan, _ = solved(world, model_rules=(ModelRules(model="m", max_spot_share=0.5),))
+    assert cost(plan) == 5.0
