@@ -26,6 +26,7 @@ TIME: Final = (
     r"(?: ?(?:Z|z|UTC|[+-][0-9]{2}:?[0-9]{2}))$"
 )
 ZONELESS: Final = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?)?$"
+FLAT_LIST: Final = r"^[ \t\r\n]*\[[^\[\]]*\][ \t\r\n]*$"
 _SAFE_INTEGER: Final = 2.0**53
 _PER_SECOND: Final = {"ms": 10**3, "us": 10**6, "ns": 10**9}
 _FIRST_S: Final = -62_135_596_800
@@ -188,9 +189,30 @@ def _each(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
 def _each_distinct(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
     """As ``_each``, reading each text once: a library's lists repeat by the thousand."""
     encoded = array.dictionary_encode()
-    lists, bad = _each(encoded.dictionary, kind)
+    bulk = _in_bulk(encoded.dictionary, kind)
+    lists, bad = _each(encoded.dictionary, kind) if bulk is None else (bulk, [])
     rows = np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False), bad))
     return lists.take(encoded.indices), rows.tolist()
+
+
+def _in_bulk(texts: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """All lists in one reading; None unless every text is a flat list of ``kind`` beyond doubt.
+
+    A text with one bracket at each end can only merge with its neighbours, which the count shows, and never split.
+    """
+    if not pc.all(pc.match_substring_regex(texts, FLAT_LIST)).as_py():
+        return None
+    try:
+        lists = pa.array(json.loads(f"[{','.join(texts.to_pylist())}]"))
+    except (ValueError, TypeError, pa.ArrowException, OverflowError):
+        return None
+    flat = len(lists) == len(texts) and pa.types.is_list(lists.type) and not lists.flatten().null_count
+    if not flat or lists.type.value_type not in (pa.int64() if pa.types.is_integer(kind) else pa.string(), pa.null()):
+        return None
+    try:
+        return lists.cast(pa.list_(kind))
+    except pa.ArrowInvalid:
+        return None
 
 
 def _items(kind: pa.DataType) -> str:

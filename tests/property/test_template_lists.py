@@ -1,4 +1,4 @@
-"""Rules on the lists of templates, judged by all items at once, say what a loop over the rows says."""
+"""Lists of templates, read and judged all at once, are what a loop over the rows reads and says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data_contracts.coerce import _each, _in_bulk
 from data_contracts.contract import GateContext
 from data_contracts.gate import _frame
 from data_contracts.registry import contract_of
@@ -93,3 +94,37 @@ def test_list_rules_agree_with_a_loop_over_the_rows(rows: list[Row]) -> None:
         found = derive(frame, CONTEXT).astype(float).tolist()
         wanted = [by_loop(row) for row in rows]
         pd.testing.assert_series_equal(pd.Series(found, dtype=float), pd.Series(wanted, dtype=float))
+
+
+ITEM = st.sampled_from(
+    ["1", "2", "-3", "40000", "1.0", "1.5", "true", "null", "NaN", '"a"', '"]"', '"["', '"', "[", "]", ""]
+)
+CELL = st.one_of(
+    st.lists(ITEM, max_size=3).map(lambda items: f"[{','.join(items)}]"),
+    st.lists(st.sampled_from(["1", "2"]), max_size=3).map(lambda items: f" [{', '.join(items)}]\n"),
+    st.lists(st.sampled_from(['"a"', '"b,c"']), max_size=3).map(lambda items: f"[{','.join(items)}]"),
+    st.text(alphabet='[]",1a ', max_size=6),
+)
+
+
+@settings(max_examples=200)
+@given(cells=st.lists(st.one_of(CELL), max_size=4), kind=st.sampled_from([pa.int16(), pa.string()]))
+@example(cells=["[1", "2]", "[3],[4]"], kind=pa.int16())
+@example(cells=['["]', '["]', '["a"]'], kind=pa.string())
+def test_lists_read_all_at_once_are_those_read_one_by_one(cells: list[str], kind: pa.DataType) -> None:
+    """Texts that only together are JSON, brackets and quotes inside names, other types: one reading never differs."""
+    texts = pa.array(cells, pa.string())
+    at_once = _in_bulk(texts, kind)
+    if at_once is not None:
+        one_by_one, bad = _each(texts, kind)
+        assert (at_once.to_pylist(), []) == (one_by_one.to_pylist(), bad)
+
+
+def test_whole_lists_are_read_at_once() -> None:
+    """The quick way is taken where it may be: otherwise the test above would say nothing."""
+    found = _in_bulk(pa.array(["[1, 2]", "[]", "[3]"]), pa.int16())
+    assert found is not None
+    assert found.to_pylist() == [[1, 2], [], [3]]
+    names = _in_bulk(pa.array(['["a"]', '["b", "c"]']), pa.string())
+    assert names is not None
+    assert names.to_pylist() == [["a"], ["b", "c"]]
