@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -36,6 +36,8 @@ SHARE_STEP: Final = 1e-6
 NAME_ORDER: Final = 1e-6
 """How much more an unserved request of the first model of a class weighs than one of its last."""
 MAX_QUESTIONS: Final = 60
+PROVED: Final = 1e-7
+"""Share of all demand within which the rate unserved counts as proved."""
 TIME_SHARE: Final = 0.4
 """Of the time left that one level may take, so that money has its turn."""
 MOST_MONEY: Final = 1e-6
@@ -123,7 +125,8 @@ class SearchLevels:
         wanted = [m for m in range(len(self.rules)) if self.required[m] > 0]
         for priority in sorted({self.rules[m].priority for m in wanted}):
             members = [m for m in wanted if self.rules[m].priority == priority]
-            worst = self._settle_worst(priority, members)
+            # with one member the worst share and the rate are the same question
+            worst = self._settle_worst(priority, members) if len(members) > 1 else self.rules[members[0]].share
             self._settle_rates(members, worst)
         return ShortageResult(
             values=self.values,
@@ -188,7 +191,9 @@ class SearchLevels:
         def is_answered(search: Search) -> bool:
             return search.state.bound >= most or search.objective_of(search.state.values)[1] <= 0
 
-        search = self._search(problem, until or self._until(), MOST_MONEY, stop_when=is_answered, asked=most)
+        search = self._search(problem, until or self._until(), MOST_MONEY)
+        search.stop_when, search.asked = is_answered, most
+        search.run()
         if search.objective_of(search.state.values)[1] <= 0:
             self.values = search.state.values
             return True
@@ -204,33 +209,48 @@ class SearchLevels:
             weights[m] = scale * (1 + NAME_ORDER * 0.5**k)
             most[m] = min(most[m], worst / self.rules[m].share * float(self.required[m]) + 1e-9)
         problem = replace(self.problem, required_requests_per_s=demand, shortfall_weight=weights, most_unserved=most)
-        search = self._search(problem, self._until(), TIE_MONEY)
+        until = self._until()
+        few = len(self.columns) <= MAX_COLUMNS
+        now = time.monotonic()
+        search = self._search(problem, now + (until - now) / 2 if few else until, TIE_MONEY)
+        if not (few and len(members) == 1):  # a program alone is quicker where only one model counts
+            search.run()
+        if few and search.state.objective - search.state.bound > PROVED:
+            self._finish(search, until)
         if math.isfinite(search.state.objective):
             self.values = search.state.values
-        self.proved &= search.state.objective - search.state.bound <= 1e-7
+        self.proved &= search.state.objective - search.state.bound <= PROVED
         for m in members:
             self.granted[m] = self._unserved(m)
         total = sum(self.granted[m] for m in members)
         self.log.append(f"level total: {total:.6g} requests/s, bound {search.state.bound / scale:.6g}")
 
-    def _search(
-        self,
-        problem: AllocationProblem,
-        deadline: float,
-        money: float,
-        *,
-        stop_when: Callable[[Search], bool] | None = None,
-        asked: float | None = None,
-    ) -> Search:
-        """A finished search in which all supply together counts ``money``."""
+    def _finish(self, search: Search, until: float) -> None:
+        """Leave what the search could not end to a program over all columns."""
+        free = replace(search.columns, objective=np.zeros(len(search.columns)))
+        program = build_program(search.problem, free)
+        result = solve_arrays(
+            program.arrays,
+            time_limit_s=max(0.1, until - time.monotonic()),
+            absolute_gap=PROVED / 2,
+            start_values=start_point(search.problem, program, search.state.values),
+            options={"mip_max_nodes": MAX_NODES},
+        )
+        if result.has_solution:
+            values = search.whole_on(result.solution(), np.arange(len(search.columns)))
+            if values is not None:
+                search.offer(values)
+        if result.bound is not None:
+            search.prove(result.bound)
+
+    def _search(self, problem: AllocationProblem, deadline: float, money: float) -> Search:
+        """A search that has not run, at the plan at hand, in which all supply together counts ``money``."""
         weights = problem.shortfall_weight
         if weights is None:  # never: every level gives them
             raise SolverFault("the levels' searches need weights")
         columns = replace(self.columns, objective=self.columns.objective * money)
         search = Search(problem, columns, weights, gap=0.0, deadline=deadline, begun=time.monotonic())
-        search.stop_when, search.asked = stop_when, asked
         search.offer(self.values)
-        search.run()
         return search
 
 
