@@ -334,8 +334,8 @@ def _binding_table(explanation: Values) -> str:
 
 
 def _ban_table(explanation: Values) -> str:
-    """What doing without something would cost; nobody has forbidden it."""
-    rows = [
+    """What doing without something, or a tighter SLO, would cost; nobody has asked for it."""
+    rows: list[Sequence[Any]] = [
         (
             one["ban"],
             float(one["cost_usd_per_hour"]),
@@ -344,8 +344,20 @@ def _ban_table(explanation: Values) -> str:
         )
         for one in explanation["bans"]
     ]
-    columns = ("doing without", "costs USD/h more", "loses requests/s", "")
+    rows += [_slo_step_row(one) for one in explanation["slo_steps"] if one["loses_requests_per_s"] is not None]
+    columns = ("without, or tighter", "costs USD/h more", "loses requests/s", "")
     return table(columns, rows) if rows else ""
+
+
+def _slo_step_row(step: Values) -> Sequence[Any]:
+    times = "" if step["factor"] is None else f" ({step['factor']:g} times)"
+    cost = step["cost_usd_per_hour"]
+    return (
+        f"SLO one step tighter{times}, {step['model'] or 'all models'}",
+        "-" if cost is None else float(cost),
+        float(step["loses_requests_per_s"]),
+        "exact" if step["exact"] else "at most",
+    )
 
 
 def _change_section(change: Values | None) -> str:

@@ -101,6 +101,15 @@ class _Ban(msgspec.Struct, frozen=True):
     exact: bool
 
 
+class _SloStep(msgspec.Struct, frozen=True):
+    model: str | None
+    factor: float | None
+    outcome: str
+    cost_usd_per_hour: float | None = None
+    loses_requests_per_s: float | None = None
+    exact: bool = True
+
+
 class _ShortModel(msgspec.Struct, frozen=True):
     model: str
     shortfall_requests_per_s: float
@@ -117,6 +126,7 @@ class _Explanation(msgspec.Struct, frozen=True):
     options: tuple[_Option, ...] = ()
     short: tuple[_ShortModel, ...] = ()
     bans: tuple[_Ban, ...] = ()
+    slo_steps: tuple[_SloStep, ...] = ()
 
 
 class _Pinned(msgspec.Struct, frozen=True):

@@ -198,6 +198,19 @@ def make_run(home: Path, plan: AllocationPlan, fleet: Fleet, moment: datetime) -
         "bans": [
             {"ban": "region gcp/us-central1", "cost_usd_per_hour": 3.5, "loses_requests_per_s": 0.0, "exact": True}
         ],
+        "slo_steps": [
+            {
+                "model": "model-00",
+                "slo": {"ttft_s": 0.8, "tpot_s": 0.04, "percentile": 99.0},
+                "factor": 0.8,
+                "outcome": "solved",
+                "cost_usd_per_hour": 4.25,
+                "startup_usd_per_hour": 0.25,
+                "loses_requests_per_s": 0.0,
+                "exact": True,
+            },
+            {"model": "model-01", "slo": None, "factor": None, "outcome": "no_time"},
+        ],
     }
     files = {
         "run.json": pinned(plan, moment),

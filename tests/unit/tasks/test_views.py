@@ -291,11 +291,14 @@ def test_the_page_shows_what_changed_what_bans_cost_and_what_baselines_would(tmp
     page = dashboard.overview_page(seen)
     for text in (
         "region gcp/us-central1",
+        "SLO one step tighter (0.8 times), model-00",
+        "4.25",
         "+40.0%",
         "aws/us-east-2 L4x1 on_demand: 0.7 to 0.8 USD/h",
         "56.00 USD/h (2.00×)",
     ):
         assert text in page
+    assert ", model-01" not in page  # nothing is known of its step
     assert [one["name"] for one in charts(page)["Cost of every run's plan over time"]["data"]][-1] == (
         "homo, same inputs"
     )
