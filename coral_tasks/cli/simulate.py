@@ -129,7 +129,16 @@ def compare(
 def backtest(
     setup: Annotated[str, typer.Argument(help="Setup with a shipped day of demand.")] = "core",
     work: Annotated[Path, typer.Option(help="Folder for library and report.")] = Path(".coral/compare"),
-    hours: Annotated[float, typer.Option(help="Hours of the day, from midnight.")] = 24.0,
+    demand: Annotated[
+        Path | None, typer.Option(help="Recorded demand, 5-minute intervals; default: the setup's day.")
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="Recorded prices, a row for each change; needs --demand. Default: catalogue.")
+    ] = None,
+    availability: Annotated[
+        Path | None, typer.Option(help="Recorded availability, like --prices. Default: made up.")
+    ] = None,
+    hours: Annotated[float, typer.Option(help="Hours of the day, from its first interval.")] = 24.0,
     every: Annotated[int, typer.Option(help="Intervals of 5 minutes between two plans.")] = 3,
     margin: Annotated[float, typer.Option(help="Policy last: planned over last demand.")] = 1.1,
     policy: Annotated[list[str] | None, typer.Option(help="last, oracle or peak; repeat. Default: all.")] = None,
@@ -145,6 +154,9 @@ def backtest(
     request = backtesting.BacktestRequest(
         setup=setup,
         work=work,
+        demand=demand,
+        prices=prices,
+        availability=availability,
         hours=hours,
         every=every,
         margin=margin,

@@ -1,8 +1,8 @@
 """Back-test of planning policies over a recorded day: demand, prices and availability together.
 
-Joins the setup's day of demand, library, allocation and (if asked) the simulator. Owns the policies and the figures:
-cost with start-up, shortage, churn, SLO attainment. Prices stay at the catalogue's; availability is made up as in
-``comparing`` and wanders, since no record of either is at hand.
+Joins a day of demand, prices and availability, library, allocation and (if asked) the simulator. Owns the policies and
+the figures: cost with start-up, shortage, churn, SLO attainment. The day is a record in files (``recorded_day``), or
+the setup's day of demand with the catalogue's prices and an availability made up as in ``comparing``, which wanders.
 
 API::
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from coral_tasks.domain.errors import UnknownName
-from coral_tasks.domain.market import Demand
+from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
 from coral_tasks.domain.validation import Checks
 from coral_tasks.tasks.comparing import START, CompareRequest, World, make_world, offered_nodes, running_instances
 
@@ -36,9 +36,16 @@ highest rates."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BacktestRequest:
-    """``every``: intervals of 5 minutes between two plans. ``simulate``: replay Poisson requests on the plans too."""
+    """``every``: intervals of 5 minutes between two plans. ``simulate``: replay Poisson requests on the plans too.
+
+    ``demand``, ``prices``, ``availability``: records in files; without ``demand`` the setup's day is replayed, and then
+    the others must be missing too, since their times would not be the day's.
+    """
 
     work: Path
+    demand: Path | None = None
+    prices: Path | None = None
+    availability: Path | None = None
     setup: str = "core"
     hours: float = 24.0
     every: int = 3
@@ -55,6 +62,8 @@ class BacktestRequest:
     def __post_init__(self) -> None:
         checks = Checks("backtest")
         checks.positive(hours=self.hours, every=self.every, margin=self.margin)
+        recorded = self.demand is not None or (self.prices is None and self.availability is None)
+        checks.require(recorded, "records of prices and availability need one of demand: their times are its")
         checks.raise_if_any()
         for policy in self.policies:
             if policy not in POLICIES:
@@ -73,11 +82,25 @@ class BacktestRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """Demand of every interval, and what the planners know besides."""
+    """Demand of every interval, and what the planners know besides.
+
+    ``prices``, ``availability``: rows at each planning moment where they were recorded, else empty: the world's prices,
+    ``offered`` nodes.
+    """
 
     world: World
     intervals: tuple[tuple[Demand, ...], ...]
     offered: tuple[Mapping[Any, int], ...]
+    recorded: bool = False
+    prices: tuple[tuple[NodePrice, ...], ...] = ()
+    availability: tuple[tuple[NodeAvailability, ...], ...] = ()
+
+    @property
+    def notes(self) -> str:
+        """Where each of the three comes from."""
+        demand = "recorded demand" if self.recorded else "the setup's day of demand (derived from the Azure traces)"
+        prices = "recorded prices" if self.prices else "catalogue prices"
+        return f"{demand}; {prices}; {'recorded availability' if self.availability else 'availability is made up'}"
 
 
 def backtest(
@@ -89,6 +112,8 @@ def backtest(
 
     on_progress("library")
     day = read_day(request)
+    hours = len(day.intervals) * INTERVAL_S / 3600
+    request = dataclasses.replace(request, hours=min(request.hours, hours))
     rows = []
     for policy in request.policies:
         on_progress(policy)
@@ -96,7 +121,7 @@ def backtest(
         rows.append({"policy": policy, **judge_day(request, day, plans)})
     notes = [
         f"{request.num_intervals} intervals of 5 minutes, a plan every {request.every}; margin {request.margin:g}",
-        "the setup's day of demand (derived from the Azure traces); catalogue prices; availability is made up",
+        day.notes,
     ]
     summary = {"setup": request.setup, "rows": rows, "notes": notes}
     path = request.work / f"backtest-{request.setup}.html"
@@ -106,9 +131,32 @@ def backtest(
 
 
 def read_day(request: BacktestRequest) -> Day:
-    """The setup's recorded day from midnight on."""
-    from coral_tasks.ingestion.demand_day import demand_history, read_demand_day
+    """The record in the request's files, or the setup's day from midnight on. Raises ValidationFailed for bad files."""
+    world = _world(request)
+    if request.demand is None:
+        return Day(world=world, intervals=_setup_day(request), offered=tuple(offered_nodes(world)))
+    return _recorded_day(request, request.demand, world)
 
+
+def _recorded_day(request: BacktestRequest, demand: Path, world: World) -> Day:
+    from coral_tasks.tasks.recorded_day import read_availability, read_demand_record, read_prices
+
+    models = [str(one.model.id) for one in world.setup.models]
+    intervals = read_demand_record(demand, interval_s=INTERVAL_S, models=models)[: request.num_intervals]
+    moments = [rows[0].interval_start for rows in intervals[:: request.every]]
+    prices = None if request.prices is None else read_prices(request.prices)
+    availability = None if request.availability is None else read_availability(request.availability)
+    return Day(
+        world=world,
+        intervals=intervals,
+        offered=tuple(offered_nodes(world)),
+        recorded=True,
+        prices=() if prices is None else tuple(prices.at(moment) for moment in moments),
+        availability=() if availability is None else tuple(availability.at(moment) for moment in moments),
+    )
+
+
+def _world(request: BacktestRequest) -> World:
     compare = CompareRequest(
         setup=request.setup,
         work=request.work,
@@ -119,13 +167,17 @@ def read_day(request: BacktestRequest) -> Day:
         seed=request.seed,
         supply=request.supply,
     )
-    world = make_world(compare)
+    return make_world(compare)
+
+
+def _setup_day(request: BacktestRequest) -> tuple[tuple[Demand, ...], ...]:
+    from coral_tasks.ingestion.demand_day import demand_history, read_demand_day
+
     count = request.num_intervals
     last = START + timedelta(seconds=INTERVAL_S * (count - 1))
     rows = demand_history(read_demand_day(request.setup), last, num_intervals=count)
     per_interval = len(rows) // count
-    intervals = tuple(tuple(rows[k * per_interval : (k + 1) * per_interval]) for k in range(count))
-    return Day(world=world, intervals=intervals, offered=tuple(offered_nodes(world)))
+    return tuple(tuple(rows[k * per_interval : (k + 1) * per_interval]) for k in range(count))
 
 
 def plan_day(request: BacktestRequest, day: Day, policy: str) -> list[AllocationPlan]:
@@ -139,7 +191,14 @@ def plan_day(request: BacktestRequest, day: Day, policy: str) -> list[Allocation
             continue
         demand = expected_demand(request, day, policy, k * request.every)
         running = running_instances(plans[-1]) if plans else ()
-        problem = day.world.problem(k, day.offered[k], running, demand=demand)
+        problem = day.world.problem(
+            k,
+            day.offered[k],
+            running,
+            demand=demand,
+            prices=day.prices[k] if day.prices else None,
+            availability=day.availability[k] if day.availability else None,
+        )
         plans.append(solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap))
     return plans
 
@@ -221,8 +280,13 @@ def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPla
         admission=False,
         shed_late=True,
     )
-    result = simulate(epochs, day_trace(request, day), prices=catalog_prices(), options=options)
-    return {"attainment": result.attainment, "simulated_usd_per_hour": result.cost_usd_per_hour}
+    # With recorded prices the simulator's bill, which knows one price for each node, is left out.
+    prices = catalog_prices()
+    for rows in day.prices:
+        prices |= {(row.region, row.configuration, row.market): row.price_usd_per_hour for row in rows}
+    result = simulate(epochs, day_trace(request, day), prices=prices, options=options)
+    found = {"attainment": result.attainment}
+    return found if day.prices else {**found, "simulated_usd_per_hour": result.cost_usd_per_hour}
 
 
 def day_trace(request: BacktestRequest, day: Day) -> RequestTrace:

@@ -557,8 +557,14 @@ class World:
         available: Mapping[tuple[RegionId, NodeConfigurationId], int],
         running: Sequence[ServingInstance],
         demand: Sequence[Demand] | None = None,
+        *,
+        prices: Sequence[NodePrice] | None = None,
+        availability: Sequence[NodeAvailability] | None = None,
     ) -> AllocationProblem:
-        """The problem of an epoch; what runs counts as available. ``demand`` None: the case's rates."""
+        """The problem of an epoch; what runs counts as available. ``demand`` None: the case's rates.
+
+        ``prices`` None: the world's. ``availability``: rows of every market instead of ``available``.
+        """
         from coral_tasks.allocation.build import build_problem
         from coral_tasks.allocation.options import AllocationOptions
         from coral_tasks.domain.names import LibraryVersion
@@ -572,11 +578,12 @@ class World:
             for (region, name), count in sorted(available.items())
             if self.request.regions is None or region in self.request.regions
         ]
+        rows = rows if availability is None else list(availability)
         return build_problem(
             library_version=LibraryVersion(self.version),
             templates=self.sets,
             demand=[self._demand(one, at) for one in self.setup.models] if demand is None else demand,
-            prices=self.prices,
+            prices=self.prices if prices is None else prices,
             availability=rows,
             running=tuple(running),
             options=AllocationOptions(

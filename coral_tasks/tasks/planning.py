@@ -94,19 +94,20 @@ def problem_of(request: PlanRequest) -> AllocationProblem:
     return build_problem(
         library_version=library.manifest.version,  # type: ignore[arg-type]
         templates=library.sets,
-        demand=_one_interval(rows.demand_rows(_table("demand", request.demand)), request.at),
-        prices=rows.price_rows(_table("prices", request.prices)),
-        availability=rows.availability_rows(_table("availability", request.availability)),
-        running=nothing if request.running is None else rows.fleet_of(_table("running", request.running)),
+        demand=_one_interval(rows.demand_rows(read_table("demand", request.demand)), request.at),
+        prices=rows.price_rows(read_table("prices", request.prices)),
+        availability=rows.availability_rows(read_table("availability", request.availability)),
+        running=nothing if request.running is None else rows.fleet_of(read_table("running", request.running)),
         options=read_options(request.options),
         known_templates=() if previous is None else previous.templates,
     )
 
 
-def _table(name: str, path: str) -> Any:
+def read_table(name: str, path: str, *, record: bool = False) -> Any:
     """A CSV or Parquet file in the columns of its contract; raises ValidationFailed with every broken rule.
 
-    Judged by the rules that hold at any clock: a person who plans on a file may plan on an old one.
+    Judged by the rules that hold at any clock: a person who plans on a file may plan on an old one. ``record``: the
+    same key may come at several moments, as in a record of a day.
     """
     from coral_tasks.tasks.inputs import utc_now, violations_of
     from data_contracts.contract import GateContext
@@ -116,7 +117,8 @@ def _table(name: str, path: str) -> Any:
     from data_contracts.rules import timeless_rules
 
     contract, context = contract_of(name), GateContext(now=utc_now())
-    outcome = check_table(contract, read_file(Path(path)), context, rules=timeless_rules(contract), direct=True)
+    rules = [rule for rule in timeless_rules(contract) if not (record and rule.name == "key_unique")]
+    outcome = check_table(contract, read_file(Path(path)), context, rules=rules, direct=True)
     if outcome.table is None:
         raise ValidationFailed(violations_of(outcome.report))
     return outcome.table
