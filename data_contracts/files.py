@@ -92,31 +92,39 @@ class PlainFile(NamedTuple):
     modified_s: float
 
 
-def read_plain(path: Path, max_bytes: int = MAX_BYTES) -> PlainFile:
-    """All bytes of a plain file that nobody is writing. Raises NotReadable; never waits for a pipe or device."""
+def read_plain(path: Path, max_bytes: int = MAX_BYTES, *, appended: bool = False) -> PlainFile:
+    """All bytes of a plain file that nobody is writing. Raises NotReadable; never waits for a pipe or device.
+
+    ``appended``: a log that only grows. It may have a writer, and what it held when it was opened is read.
+    """
     try:
         # a pipe without a writer would be waited for
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
-            return _whole(file, max_bytes)
+            return _whole(file, max_bytes, appended=appended)
     except (OSError, ValueError) as error:
         message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise NotReadable(message) from error
 
 
-def _whole(file: BinaryIO, max_bytes: int) -> PlainFile:
+def _whole(file: BinaryIO, max_bytes: int, *, appended: bool) -> PlainFile:
     before = os.fstat(file.fileno())
     if not (S_ISREG(before.st_mode) or S_ISDIR(before.st_mode)):
         message = "is no plain file: a pipe or device may never end"
         raise NotReadable(message)
-    if _is_open_for_writing(file.fileno()):
+    if not appended and _is_open_for_writing(file.fileno()):
         message = "is being written: another program has it open for writing"
         raise NotReadable(message)
     if before.st_size > max_bytes:
         message = f"is larger than {max_bytes} bytes"
         raise NotReadable(message)
-    data = file.read(max_bytes + 1)
+    data = file.read(before.st_size if appended else max_bytes + 1)
     after = os.fstat(file.fileno())
+    if appended:
+        if len(data) < before.st_size:
+            message = "became shorter while it was read"
+            raise NotReadable(message)
+        return PlainFile(data, after.st_mtime)
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
         message = "is being written: it changed while it was read"
         raise NotReadable(message)

@@ -1,7 +1,8 @@
 """Reads request traces: one row for each request, with its time and its tokens (the form of the Azure traces).
 
 Owns what counts as a row. Every row that does not is named, and none is guessed at or left out. A time with an offset
-is that moment; a time without one is UTC, as in the published traces; one file must not mix the two.
+is that moment; a time without one is UTC, as in the published traces; one file must not mix the two. A log that still
+grows (``read_log``) may have a writer and an open last line, and a column that names each request's model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
-from data_contracts.files import MAX_BYTES, NotReadable, read_bytes, read_plain, shown_path
+from data_contracts.files import MAX_BYTES, NotReadable, PlainFile, RawTable, read_bytes, read_plain, shown_path
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MODEL: Final = "model"
+"""Column of a log that names each request's model, in any case."""
+
 MAX_TOKENS: Final = 10_000_000
 """Tokens of one request; more is a number of another kind."""
 
@@ -33,8 +37,12 @@ _GZIP: Final = b"\x1f\x8b"
 _TIME: Final = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})?"
 )
+_SECONDS: Final = re.compile(r"[0-9]{1,10}(?:\.[0-9]{1,9})?")
 _COUNT: Final = re.compile(r"[0-9]{1,12}")
-_RULE: Final = f"needs a time and, in whole numbers from 0 to {MAX_TOKENS}, prompt and output tokens"
+_YEARS: Final = range(1970, 9999)
+_RULE: Final = (
+    f"needs a time from {_YEARS[0]} on and, in whole numbers from 0 to {MAX_TOKENS}, prompt and output tokens"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +64,26 @@ class RequestTrace:
         return float(self.offset_s[-1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLog:
+    """Requests in the order of the file: seconds since 1970, prompt and output tokens, each of shape (N,).
+
+    ``models``: names as the log states them, one for each request; None if it has no such column. ``modified_s``: last
+    change of the file, seconds since 1970. ``is_open``: the last line had no end and was left out.
+    """
+
+    name: str
+    at_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    models: tuple[str, ...] | None
+    modified_s: float
+    is_open: bool
+
+
 def is_trace(path: Path) -> bool:
     """Whether the file's first line names a trace's columns. Raises StorageFault if it cannot be read."""
-    start = _data(path)[:1000]
+    start = _data(path).data[:1000]
     encoding = "utf-16" if start.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     first = (start.decode(encoding, "replace").lstrip("\ufeff \r\n").splitlines() or [""])[0]
     return set(COLUMNS) <= {name.strip(' "') for name in re.split(r"[,;\t|]", first)}
@@ -69,23 +94,86 @@ def read_trace(path: Path) -> RequestTrace:
 
     Raises StorageFault (not to be read, or packed data that is not whole) or ValidationFailed (every bad row).
     """
-    name = shown_path(Path(path.name.removesuffix(".gz").removesuffix(".csv")))
-    raw = read_bytes(_data(path), shown_path(path))
-    columns = None if raw.table is None else [one for one in COLUMNS if one in raw.table.column_names]
+    name = _name(path)
+    raw = read_bytes(_data(path).data, shown_path(path))
+    return _trace(name, _cells(name, raw, COLUMNS))
+
+
+def read_log(path: Path, *, start: datetime | None = None) -> RequestLog:
+    """Read a log to which requests are still added: a trace, with a column ``model`` or without; it may hold no row.
+
+    ``start``: the moment from which its times count, where they are seconds; without it they must be moments. Raises
+    what ``read_trace`` does.
+    """
+    name, file = _name(path), _data(path, appended=True)
+    data, is_open = _without_open_line(file.data)
+    # a log that was begun a moment ago has no header yet
+    raw = read_bytes(data, shown_path(path)) if data.strip() else None
+    columns = COLUMNS if raw is None else _log_columns(name, raw)
+    rows = [] if raw is None else _cells(name, raw, columns)
+    _require_moments(name, [row[0] or "" for row in rows], start)
+    found = _requests(name, rows, _moment if start is None else _seconds_after(start))
+    return RequestLog(
+        name=name,
+        at_s=np.array([one.at for one in found], dtype=np.float64),
+        prompt_tokens=np.array([one.prompt for one in found], dtype=np.int64),
+        output_tokens=np.array([one.output for one in found], dtype=np.int64),
+        models=tuple(one.model for one in found) if len(columns) > len(COLUMNS) else None,
+        modified_s=file.modified_s,
+        is_open=is_open,
+    )
+
+
+def _name(path: Path) -> str:
+    return shown_path(Path(path.name.removesuffix(".gz").removesuffix(".csv")))
+
+
+def _without_open_line(data: bytes) -> tuple[bytes, bool]:
+    """``data`` up to its last line end, and whether there was more: a line that is still being written."""
+    wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if wide:
+        # half a character at the end belongs to the open line; what is broken before it stays broken
+        data = data[: len(data) // 2 * 2].decode("utf-16", "surrogatepass").encode("utf-8", "surrogatepass")
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    return data[:end], end < len(data)
+
+
+def _log_columns(name: str, raw: RawTable) -> tuple[str, ...]:
+    named = [] if raw.table is None else [one for one in raw.table.column_names if one.lower() == MODEL]
+    if len(named) > 1:
+        raise ValidationFailed([_violation(name, 0, ",".join(named)[:200], "two columns name the model")])
+    return (*COLUMNS, *named)
+
+
+def _cells(name: str, raw: RawTable, columns: Sequence[str]) -> list[tuple[str | None, ...]]:
+    """Rows of ``columns``. Raises ValidationFailed for the file's flaws and for columns that are not there."""
     if raw.table is None:
-        raise ValidationFailed(_told(_violation(name, flaw.row, flaw.value, flaw.text) for flaw in raw.flaws))
-    if columns != list(COLUMNS):
+        raise ValidationFailed(first_told(_violation(name, flaw.row, flaw.value, flaw.text) for flaw in raw.flaws))
+    there = raw.table.column_names
+    if not set(columns) <= set(there):
         rule = f"the header must name {', '.join(COLUMNS)}"
-        raise ValidationFailed([_violation(name, 0, ",".join(raw.table.column_names)[:200], rule)])
-    cells = [raw.table.column(one).to_pylist() for one in COLUMNS]
-    return _trace(name, list(zip(*cells, strict=True)))
+        raise ValidationFailed([_violation(name, 0, ",".join(there)[:200], rule)])
+    return list(zip(*(raw.table.column(one).to_pylist() for one in columns), strict=True))
 
 
-def _data(path: Path) -> bytes:
-    """The file's bytes, unpacked."""
+def _require_moments(name: str, times: Sequence[str], start: datetime | None) -> None:
+    """Raise ValidationFailed, once, if all times are of the kind that ``start`` (or its absence) does not fit."""
+    wrong = _SECONDS if start is None else _TIME
+    if times and all(wrong.fullmatch(one) for one in times):
+        rule = (
+            "times are numbers, such as seconds from the trace's start, and no moments: a live source needs times such"
+            " as 2026-11-30T12:00:00Z, or `start`, the moment from which these seconds count"
+            if start is None
+            else "times are moments: `start` belongs to a trace with seconds from its start"
+        )
+        raise ValidationFailed([_violation(name, 1, times[0], rule)])
+
+
+def _data(path: Path, *, appended: bool = False) -> PlainFile:
+    """The file's bytes, unpacked, and the time of its last change."""
     try:
-        data = read_plain(path).data
-        whole = _unpacked(data) if data.startswith(_GZIP) else data
+        file = read_plain(path, appended=appended)
+        whole = _unpacked(file.data) if file.data.startswith(_GZIP) else file.data
     except NotReadable as error:
         message = f"{shown_path(path)} {error}"
         raise StorageFault(message) from error
@@ -95,13 +183,20 @@ def _data(path: Path) -> bytes:
     if len(whole) > MAX_BYTES:
         message = f"{shown_path(path)} holds more than {MAX_BYTES} bytes once unpacked"
         raise StorageFault(message)
-    return whole
+    return PlainFile(whole, file.modified_s)
 
 
 def _unpacked(data: bytes) -> bytes:
     """At most one byte more than may be: a small file can hold terabytes."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
         return packed.read(MAX_BYTES + 1)
+
+
+class _Moment(NamedTuple):
+    """``at``: seconds since 1970. ``zoned``: whether the offset was stated."""
+
+    at: float
+    zoned: bool
 
 
 class _Request(NamedTuple):
@@ -111,22 +206,13 @@ class _Request(NamedTuple):
     prompt: int
     output: int
     zoned: bool
+    model: str
 
 
 def _trace(name: str, rows: list[tuple[str | None, ...]]) -> RequestTrace:
-    parsed = [_request(*row) for row in rows]
-    zones = {one.zoned for one in parsed if one is not None}
-    mixed = "has a time without an offset, other rows have one" if len(zones) > 1 else ""
-    bad = [
-        _violation(name, number, ",".join(cell or "" for cell in row)[:200], _RULE if one is None else mixed)
-        for number, (row, one) in enumerate(zip(rows, parsed, strict=True), start=1)
-        if one is None or (mixed and not one.zoned)
-    ]
-    requests = sorted(one for one in parsed if one is not None)
-    if not bad and (len(requests) < 2 or requests[0].at == requests[-1].at):
-        bad = [_violation(name, 0, str(len(requests)), "needs two requests at different times")]
-    if bad:
-        raise ValidationFailed(_told(iter(bad)))
+    requests = sorted(_requests(name, rows, _moment))
+    if len(requests) < 2 or requests[0].at == requests[-1].at:
+        raise ValidationFailed([_violation(name, 0, str(len(requests)), "needs two requests at different times")])
     return RequestTrace(
         name=name,
         offset_s=np.array([one.at - requests[0].at for one in requests]),
@@ -136,25 +222,58 @@ def _trace(name: str, rows: list[tuple[str | None, ...]]) -> RequestTrace:
     )
 
 
-def _request(at: str | None, prompt: str | None, output: str | None) -> _Request | None:
+def _requests(
+    name: str, rows: Sequence[tuple[str | None, ...]], moment_of: Callable[[str], _Moment | None]
+) -> list[_Request]:
+    """Requests in the order of the rows. Raises ValidationFailed with every bad row."""
+    parsed = [_request(row, moment_of) for row in rows]
+    zones = {one.zoned for one in parsed if one is not None}
+    mixed = "has a time without an offset, other rows have one" if len(zones) > 1 else ""
+    rule = f"{_RULE}, and a model" if rows and len(rows[0]) > len(COLUMNS) else _RULE
+    bad = [
+        _violation(name, number, ",".join(cell or "" for cell in row)[:200], rule if one is None else mixed)
+        for number, (row, one) in enumerate(zip(rows, parsed, strict=True), start=1)
+        if one is None or (mixed and not one.zoned)
+    ]
+    if bad:
+        raise ValidationFailed(first_told(bad))
+    return [one for one in parsed if one is not None]
+
+
+def _request(row: tuple[str | None, ...], moment_of: Callable[[str], _Moment | None]) -> _Request | None:
     """One row; None if it is not well formed."""
-    found = _TIME.fullmatch(at or "")
+    at, prompt, output, *named = row
+    moment = moment_of(at or "")
     counts = [int(text) if text and _COUNT.fullmatch(text) else -1 for text in (prompt, output)]
-    if found is None or not all(0 <= count <= MAX_TOKENS for count in counts):
+    if moment is None or None in named or not all(0 <= count <= MAX_TOKENS for count in counts):
         return None
+    return _Request(moment.at, counts[0], counts[1], moment.zoned, "".join(one or "" for one in named))
+
+
+def _moment(text: str) -> _Moment | None:
+    """The moment that a time of day states; None if it states none."""
+    found = _TIME.fullmatch(text)
     try:
-        moment = datetime.fromisoformat(found[0])
+        moment = datetime.fromisoformat(found[0]) if found else None
     except ValueError:
         return None
+    if found is None or moment is None or moment.year not in _YEARS:
+        return None
     zoned = moment if found["zone"] else moment.replace(tzinfo=UTC)
-    return _Request(zoned.timestamp(), counts[0], counts[1], found["zone"] is not None)
+    return _Moment(zoned.timestamp(), found["zone"] is not None)
+
+
+def _seconds_after(start: datetime) -> Callable[[str], _Moment | None]:
+    began = start.timestamp()
+    return lambda text: _Moment(began + float(text), zoned=True) if _SECONDS.fullmatch(text) else None
 
 
 def _violation(name: str, row: int, value: str, rule: str) -> Violation:
     return Violation(table=name, row=f"row {row}" if row else "", value=value, rule=rule)
 
 
-def _told(violations: Iterator[Violation]) -> list[Violation]:
+def first_told(violations: Iterable[Violation]) -> list[Violation]:
+    """The first ``MAX_TOLD``, and how many more there are."""
     found = list(violations)
     more = len(found) - MAX_TOLD
     rest = Violation(table=found[0].table, row="", value="", rule=f"and {more} more violations")

@@ -7,9 +7,10 @@ Example::
      "availability": {"kind": "s3", "bucket": "plans", "prefix": "availability/", "region": "us-east-2"},
      "running": {"kind": "folder", "path": "/var/lib/coral/inputs"}}
 
-Kinds: demo, file, folder, s3, prometheus (demand), aws (prices, availability), agents and merged (availability). A
-table that is not named comes from the drop folder if it holds a file of it, else from the demo data. Credentials of
-AWS are boto3's own matter; a token for Prometheus lies in a file of its own (``token_file``), never in an address.
+Kinds: demo, file, folder, s3; prometheus and trace (demand); aws (prices, availability); agents and merged
+(availability). A table that is not named comes from the drop folder if it holds a file of it, else from the demo data.
+Credentials of AWS are boto3's own matter; a token for Prometheus lies in a file of its own (``token_file``), never in
+an address.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ class Prometheus(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     num_intervals: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 1
 
 
+class Trace(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
+    """A request log that grows (see ``ingestion.trace_source``). ``model``: whose, where it has no column for it.
+
+    ``start``: the moment from which its times count, where they are seconds.
+    """
+
+    path: str
+    model: str = ""
+    start: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    interval_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    num_intervals: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 1
+    quiet_after_s: Seconds = 3600.0
+    settle_s: Seconds = 0.0
+
+
 class Aws(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="aws"):
     """Price list and spot history, or quotas and reservations. ``regions`` empty: the setup's."""
 
@@ -117,13 +133,13 @@ class Merged(_Base, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     sources: Annotated[tuple[Demo | File | Folder | S3 | Aws | Agents, ...], msgspec.Meta(min_length=1)]
 
 
-SourceConfig = Demo | File | Folder | S3 | Prometheus | Aws | Agents | Merged
+SourceConfig = Demo | File | Folder | S3 | Prometheus | Trace | Aws | Agents | Merged
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file as a whole."""
 
-    demand: Demo | File | Folder | S3 | Prometheus | None = None
+    demand: Demo | File | Folder | S3 | Prometheus | Trace | None = None
     prices: Demo | File | Folder | S3 | Aws | None = None
     availability: Demo | File | Folder | S3 | Aws | Agents | Merged | None = None
     running: Demo | File | Folder | S3 | None = None
@@ -197,8 +213,8 @@ def configured_source(
 
 def _plain(settings: Settings, table: str, config: SourceConfig, targets: tuple[MetricsTarget, ...]) -> Source:
     match config:
-        case Prometheus():
-            return _prometheus(settings, config, targets)
+        case Prometheus() | Trace():
+            return _trace(settings, config) if isinstance(config, Trace) else _prometheus(settings, config, targets)
         case Aws():
             return _aws(settings, table, config)
         case Agents():
@@ -252,6 +268,24 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
     )
     has_agents = (settings.home / "agents.toml").is_file()
     return source if named or not has_agents else _of_running(settings, source)
+
+
+def _trace(settings: Settings, config: Trace) -> Source:
+    from coral_tasks.catalog import load_catalog
+    from coral_tasks.ingestion.trace_source import TraceSource
+    from coral_tasks.tasks.inputs import load_limits
+
+    return TraceSource(
+        path=Path(config.path),
+        model=config.model,
+        model_names={one.model.hub_name: one.model.id for one in load_catalog().setup(settings.setup).models},
+        start=config.start,
+        interval_s=config.interval_s,
+        num_intervals=config.num_intervals,
+        quiet_after_s=config.quiet_after_s,
+        settle_s=config.settle_s,
+        tolerance_s=load_limits(settings).future_tolerance_s,
+    )
 
 
 def _of_running(settings: Settings, source: PrometheusSource) -> Source:
