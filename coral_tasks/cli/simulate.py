@@ -138,6 +138,7 @@ def backtest(
     availability: Annotated[
         Path | None, typer.Option(help="Recorded availability, like --prices. Default: made up.")
     ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Folder with the Azure traces: lengths of --simulate.")] = None,
     hours: Annotated[float, typer.Option(help="Hours of the day, from its first interval.")] = 24.0,
     every: Annotated[int, typer.Option(help="Intervals of 5 minutes between two plans.")] = 3,
     margin: Annotated[float, typer.Option(help="Policy last: planned over last demand.")] = 1.1,
@@ -157,6 +158,7 @@ def backtest(
         demand=demand,
         prices=prices,
         availability=availability,
+        traces=traces,
         hours=hours,
         every=every,
         margin=margin,

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any, Final
 from coral_tasks.domain.errors import UnknownName
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
 from coral_tasks.domain.validation import Checks
-from coral_tasks.tasks.comparing import START, CompareRequest, World, make_world, offered_nodes, running_instances
+from coral_tasks.tasks.comparing import (
+    START,
+    CompareRequest,
+    World,
+    drawn_lengths,
+    make_world,
+    offered_nodes,
+    running_instances,
+    trace_file,
+)
 
 if TYPE_CHECKING:
     from coral_tasks.domain.plan import AllocationPlan
@@ -39,13 +48,15 @@ class BacktestRequest:
     """``every``: intervals of 5 minutes between two plans. ``simulate``: replay Poisson requests on the plans too.
 
     ``demand``, ``prices``, ``availability``: records in files; without ``demand`` the setup's day is replayed, and then
-    the others must be missing too, since their times would not be the day's.
+    the others must be missing too, since their times would not be the day's. ``traces``: folder with the Azure traces,
+    whose lengths the simulated requests take; None: log-normal ones, whose tail is far longer.
     """
 
     work: Path
     demand: Path | None = None
     prices: Path | None = None
     availability: Path | None = None
+    traces: Path | None = None
     setup: str = "core"
     hours: float = 24.0
     every: int = 3
@@ -290,13 +301,29 @@ def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPla
 
 
 def day_trace(request: BacktestRequest, day: Day) -> RequestTrace:
-    """Poisson requests at each interval's rate, lengths of its shape."""
+    """Poisson requests at each interval's rate, with lengths of a trace where there is one, else of the shape."""
     from coral_tasks.simulation import merge_traces, poisson_trace
 
+    recorded = _recorded_lengths(request, day)
     parts = []
     for k, rows in enumerate(day.intervals):
-        shapes = {row.model: (row.requests_per_s, row.shape) for row in rows if row.requests_per_s > 0}
-        if shapes:
-            part = poisson_trace(shapes, duration_s=INTERVAL_S, seed=request.seed * 100_003 + k)
+        for m, row in enumerate(rows):
+            if row.requests_per_s <= 0:
+                continue
+            seed = (request.seed * 100_003 + k) * len(rows) + m
+            part = poisson_trace({row.model: (row.requests_per_s, row.shape)}, duration_s=INTERVAL_S, seed=seed)
+            if row.model in recorded:
+                part = drawn_lengths(part, recorded[row.model], seed=(request.seed, k, m))
             parts.append(dataclasses.replace(part, arrival_s=part.arrival_s + k * INTERVAL_S))
     return merge_traces(parts)
+
+
+def _recorded_lengths(request: BacktestRequest, day: Day) -> dict[str, RequestTrace]:
+    """Trace of each model that has one."""
+    from coral_tasks.tasks.demand import TRACE_OF
+    from coral_tasks.tasks.simulating import read_request_trace
+
+    if request.traces is None:
+        return {}
+    models = {row.model for rows in day.intervals for row in rows if row.model in TRACE_OF}
+    return {m: read_request_trace(trace_file(request.traces, TRACE_OF[m]), m) for m in sorted(models)}

@@ -755,9 +755,14 @@ def _model_trace(
     recorded = read_request_trace(trace_file(request.traces, kind), one.model.id)
     if request.arrivals == "trace":
         return repeat_until(scale_rate(recorded, requests_per_s=rate), duration_s=duration_s)
-    rows = np.random.default_rng([request.seed, seed]).integers(len(recorded), size=len(poisson))
+    return drawn_lengths(poisson, recorded, seed=(request.seed, seed))
+
+
+def drawn_lengths(arrivals: RequestTrace, recorded: RequestTrace, *, seed: Sequence[int]) -> RequestTrace:
+    """``arrivals`` with lengths drawn at random from ``recorded``, prompt and answer of one request together."""
+    rows = np.random.default_rng(list(seed)).integers(len(recorded), size=len(arrivals))
     return dataclasses.replace(
-        poisson, prompt_tokens=recorded.prompt_tokens[rows], output_tokens=recorded.output_tokens[rows]
+        arrivals, prompt_tokens=recorded.prompt_tokens[rows], output_tokens=recorded.output_tokens[rows]
     )
 
 

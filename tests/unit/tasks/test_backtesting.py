@@ -12,7 +12,8 @@ from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import Market, RegionId
 from coral_tasks.ingestion.batch import parquet_bytes
 from coral_tasks.ingestion.rows import availability_table, demand_table, price_table
-from coral_tasks.tasks.backtesting import BacktestRequest, backtest, expected_demand, read_day
+from coral_tasks.tasks.backtesting import BacktestRequest, backtest, day_trace, expected_demand, read_day
+from coral_tasks.tasks.demand import TRACE_OF
 from coral_tasks.tasks.recorded_day import read_demand_record, read_prices
 
 
@@ -134,3 +135,20 @@ def test_records_are_read_up_to_a_moment(tmp_path):
     (tmp_path / "twice.parquet").write_bytes(parquet_bytes(price_table(rows, "test")))
     with pytest.raises(ValidationFailed, match="two rows of one pool at one moment"):
         read_prices(tmp_path / "twice.parquet")
+
+
+def test_simulated_requests_take_the_lengths_of_a_trace(tmp_path):
+    """With traces the lengths are those of the trace, prompt and answer together; other models keep their shape."""
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    for second in range(60):
+        prompt, answer = ((100, 10), (300, 30))[second % 2]
+        lines.append(f"2023-11-16 18:00:{second:02}.0,{prompt},{answer}")
+    for kind in ("conv", "code"):
+        (tmp_path / f"azure_{kind}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    request = replace(recorded(tmp_path, {0: 1.0}), traces=tmp_path)
+    trace = day_trace(request, read_day(request))
+    for k, model in enumerate(trace.models):
+        mine = trace.model == k
+        pairs = set(zip(trace.prompt_tokens[mine].tolist(), trace.output_tokens[mine].tolist(), strict=True))
+        assert (pairs == {(100, 10), (300, 30)}) == (model in TRACE_OF)
+        assert mine.sum() == pytest.approx(7200, rel=0.05)  # 2 requests/s for an hour
