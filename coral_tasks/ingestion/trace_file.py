@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
@@ -34,9 +36,12 @@ MAX_TOLD: Final = 1000
 """Violations that a message holds; it says how many more there are."""
 
 _GZIP: Final = b"\x1f\x8b"
-_TIME: Final = re.compile(
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})?"
-)
+_LOCAL: Final = r"-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?"
+_ZONE: Final = r"(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})"
+_TIME: Final = re.compile(f"[0-9]{{4}}{_LOCAL}{_ZONE}?")
+_NEAR_YEAR: Final = "(?:19[789]|20[0-9]|21[0-9])[0-9]"
+"""Years that fit nanoseconds in 64 bits."""
+
 _SECONDS: Final = re.compile(r"[0-9]{1,10}(?:\.[0-9]{1,9})?")
 _COUNT: Final = re.compile(r"[0-9]{1,12}")
 _YEARS: Final = range(1970, 9999)
@@ -108,17 +113,18 @@ def read_log(path: Path, *, start: datetime | None = None) -> RequestLog:
     name, file = _name(path), _data(path, appended=True)
     data, is_open = _without_open_line(file.data)
     # a log that was begun a moment ago has no header yet
-    raw = read_bytes(data, shown_path(path)) if data.strip() else None
-    columns = COLUMNS if raw is None else _log_columns(name, raw)
-    rows = [] if raw is None else _cells(name, raw, columns)
-    _require_moments(name, [row[0] or "" for row in rows], start)
-    found = _requests(name, rows, _moment if start is None else _seconds_after(start))
+    columns = [pa.array([], pa.string())] * len(COLUMNS)
+    if data.strip():
+        raw = read_bytes(data, shown_path(path))
+        columns = _columns(name, raw, _log_columns(name, raw))
+    # rows one by one take ten times as long, and are needed only to say what is wrong
+    values = _all_values(columns, start) or _row_values(name, columns, start)
     return RequestLog(
         name=name,
-        at_s=np.array([one.at for one in found], dtype=np.float64),
-        prompt_tokens=np.array([one.prompt for one in found], dtype=np.int64),
-        output_tokens=np.array([one.output for one in found], dtype=np.int64),
-        models=tuple(one.model for one in found) if len(columns) > len(COLUMNS) else None,
+        at_s=values.at_s,
+        prompt_tokens=values.prompt_tokens,
+        output_tokens=values.output_tokens,
+        models=tuple(columns[-1].to_pylist()) if len(columns) > len(COLUMNS) else None,
         modified_s=file.modified_s,
         is_open=is_open,
     )
@@ -146,14 +152,84 @@ def _log_columns(name: str, raw: RawTable) -> tuple[str, ...]:
 
 
 def _cells(name: str, raw: RawTable, columns: Sequence[str]) -> list[tuple[str | None, ...]]:
-    """Rows of ``columns``. Raises ValidationFailed for the file's flaws and for columns that are not there."""
+    return _as_rows(_columns(name, raw, columns))
+
+
+def _as_rows(columns: Sequence[pa.ChunkedArray]) -> list[tuple[str | None, ...]]:
+    return list(zip(*(column.to_pylist() for column in columns), strict=True))
+
+
+def _columns(name: str, raw: RawTable, columns: Sequence[str]) -> list[pa.ChunkedArray]:
+    """Columns as text. Raises ValidationFailed for the file's flaws and for columns that are not there."""
     if raw.table is None:
         raise ValidationFailed(first_told(_violation(name, flaw.row, flaw.value, flaw.text) for flaw in raw.flaws))
     there = raw.table.column_names
     if not set(columns) <= set(there):
         rule = f"the header must name {', '.join(COLUMNS)}"
         raise ValidationFailed([_violation(name, 0, ",".join(there)[:200], rule)])
-    return list(zip(*(raw.table.column(one).to_pylist() for one in columns), strict=True))
+    return [raw.table.column(one) for one in columns]
+
+
+class _Values(NamedTuple):
+    """Seconds since 1970, prompt and output tokens, each of shape (N,)."""
+
+    at_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+
+def _row_values(name: str, columns: Sequence[pa.ChunkedArray], start: datetime | None) -> _Values:
+    """Values of all rows. Raises ValidationFailed with every bad row."""
+    rows = _as_rows(columns)
+    _require_moments(name, [row[0] or "" for row in rows], start)
+    found = _requests(name, rows, _moment if start is None else _seconds_after(start))
+    return _Values(
+        np.array([one.at for one in found], dtype=np.float64),
+        np.array([one.prompt for one in found], dtype=np.int64),
+        np.array([one.output for one in found], dtype=np.int64),
+    )
+
+
+def _all_values(columns: Sequence[pa.ChunkedArray], start: datetime | None) -> _Values | None:
+    """The same, by columns; None if a cell is, or may be, not what it should be."""
+    times, prompt, output = columns[: len(COLUMNS)]
+    if any(column.null_count for column in columns):
+        return None
+    try:
+        at_s = _all_moments(times) if start is None else _all_seconds(times, start)
+        prompts, outputs = _all_counts(prompt), _all_counts(output)
+    except pa.ArrowInvalid:
+        return None
+    if at_s is None or prompts is None or outputs is None:
+        return None
+    return _Values(at_s, prompts, outputs)
+
+
+def _all_counts(column: pa.ChunkedArray) -> NDArray[np.int64] | None:
+    if not _all_are(column, _COUNT.pattern):
+        return None
+    counts: NDArray[np.int64] = np.asarray(pc.cast(column, pa.int64()).to_numpy())
+    return counts if counts.max(initial=0) <= MAX_TOKENS else None
+
+
+def _all_are(column: pa.ChunkedArray, pattern: str) -> bool:
+    return bool(pc.all(pc.match_substring_regex(column, f"^(?:{pattern})$"), min_count=0).as_py())
+
+
+def _all_moments(times: pa.ChunkedArray) -> NDArray[np.float64] | None:
+    local = f"{_NEAR_YEAR}{_LOCAL}"
+    zoned = _all_are(times, f"{local}{_ZONE}")
+    if not zoned and not _all_are(times, local):
+        return None
+    nanoseconds = pc.cast(times, pa.timestamp("ns", "UTC" if zoned else None)).cast(pa.int64()).to_numpy()
+    # Python's own reading of a time ends at microseconds too
+    return np.asarray(nanoseconds // 1000 / 1e6)
+
+
+def _all_seconds(times: pa.ChunkedArray, start: datetime) -> NDArray[np.float64] | None:
+    if not _all_are(times, _SECONDS.pattern):
+        return None
+    return np.asarray(start.timestamp() + pc.cast(times, pa.float64()).to_numpy())
 
 
 def _require_moments(name: str, times: Sequence[str], start: datetime | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
@@ -99,15 +99,12 @@ class _Series:
         """None where requests failed before their first token: a mean or p95 is under one token."""
         first, end = self._place(number)
         prompt, output = self.prompt_tokens[first:end], self.output_tokens[first:end]
-        if not len(prompt):
+        try:
+            shape = shape_of(prompt, output) if len(prompt) else None
+        except ValidationFailed:
+            # a mean or p95 of zero is no length at all
             return None
-        if min(f(part) for part in (prompt, output) for f in (np.mean, _p95)) < 1:
-            return None
-        return shape_of(prompt, output)
-
-
-def _p95(values: NDArray[np.int64]) -> float:
-    return float(np.percentile(values, 95))
+        return shape if shape is not None and min(astuple(shape)) >= 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
