@@ -7,6 +7,7 @@ comes back later; what is lost is sent again by the state machine. libzmq reconn
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -34,7 +35,7 @@ class AgentLinks:
         """Connect to every agent. Raises UnknownName if a key is missing, StorageFault if one is unusable."""
         self._keys = keys
         self._pair = read_key_pair(keys, Role.CONTROLLER, controller)
-        self.malformed = 0
+        self.malformed: Counter[str] = Counter()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_000)
         self._poller = zmq.Poller()
@@ -119,5 +120,7 @@ class AgentLinks:
             try:
                 yield decode_for_controller(frames[0] if len(frames) == 1 else b"")
             except ProtocolFault as fault:
-                self.malformed += 1
-                _LOG.warning("agent %s: %s", name, fault)
+                self.malformed[name] += 1
+                # the 1st, 2nd, 4th, 8th, …: an agent gone mad must not fill the log
+                if self.malformed[name].bit_count() == 1:
+                    _LOG.warning("agent %s: malformed message no. %d: %s", name, self.malformed[name], fault)

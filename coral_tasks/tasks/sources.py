@@ -366,7 +366,10 @@ def _inventory(settings: Settings) -> Source:
             num_agents=answered + len(seen.unreachable),
             num_answered=answered,
             unusable={node: why or "being profiled" for node, why in seen.excluded.items()},
-            trouble=seen.trouble,
+            trouble=(
+                *seen.trouble,
+                *(f"no answer from agent {one}: its nodes are unknown" for one in seen.unreachable),
+            ),
         )(now)
 
     return fetch
