@@ -97,8 +97,10 @@ class AwsPrices:
             wanted = _product_filter(region, offer.machine_type)
             for text in aws_entries(client, "get_products", "PriceList", SourceFault, **wanted):
                 found = _whole("prices: a product of the AWS price list", text, _on_demand_price)
-                if found is not None:
-                    prices[offer.machine_type] = found
+                if found is not None and prices.setdefault(offer.machine_type, found) != found:
+                    which = f"{offer.machine_type} in {region}"
+                    both = f"{prices[offer.machine_type]:g} and {found:g} USD/h"
+                    raise SourceFault(f"prices: the AWS price list has two on-demand prices for {which}: {both}")
         return prices
 
     def _spot(self, region: str, now: datetime) -> dict[str, float]:

@@ -184,6 +184,10 @@ def test_one_refusal_is_tried_again(cloud: Any, status: int) -> None:
         ((200, json.dumps({"PriceList": ['{"terms":']})), "not whole"),
         ((200, json.dumps({"PriceList": [product("a lot")]})), "not whole"),
         ((200, json.dumps({"PriceList": [product("NaN"), product("1")], "NextToken": "1"})), "same next token"),
+        (
+            (200, json.dumps({"PriceList": [product("1"), product("1"), product("2")]})),
+            "two on-demand prices for .* 1 and 2",
+        ),
     ],
 )
 def test_half_an_answer_is_a_fault(cloud: Any, answer: Answer, message: str) -> None:
