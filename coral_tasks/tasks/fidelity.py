@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from coral_tasks.domain.plan import AllocationPlan
     from coral_tasks.profiling.measured import MeasuredRow
     from coral_tasks.profiling.points import AggregatedPoint
+    from coral_tasks.simulation.stagewise import SelfBatchingStage
     from coral_tasks.simulation.state import Records
 
 COMPARISONS: Final = ("points", "helix", "replay")
@@ -45,9 +46,13 @@ TTFT depends on it through the first round, when all prompts come at once. Of 5 
 SPREAD: Final = 0.1
 """Answers of measured points are replayed up to this much longer or shorter: equal ones would stay in step for ever."""
 
-HELIX_HOP_S: Final = {"A100": 0.0115, "L4": 0.0135, "T4": 0.008}
-"""Hand-over between the prototype's machines apart from the bytes: what the fastest 5 % of decode steps of the LLaMA-1
-30B runs took beyond the layer times, over the machines passed. Not fitted on throughput, nor on the 70B runs."""
+HELIX_LAYER_EXTRA_S: Final = {"A100": 0.0006, "L4": 0.00017, "T4": 0.00013}
+"""What a layer of the prototype takes beyond its measured time, as work of the machine: the fastest 5 % of decode steps
+of the LLaMA-1 30B online run with fewest requests in flight (0.09, 0.28, 0.29 s), over 60 layers, less the layer time
+of the smallest batch. Not fitted on throughput or mean latency, nor on any of the 70B runs."""
+
+HELIX_PASSES: Final = 3
+"""Passes to find the arrival rate at which an online run has its measured number in flight (Little's law)."""
 
 FAR_S: Final = 1e7
 DRAIN_LIMIT_S: Final = 1e9
@@ -281,6 +286,9 @@ def errors(relative: Sequence[float]) -> dict[str, Any]:
 def helix_fidelity(folder: Path) -> dict[str, Any]:
     """Pipelines of one machine type that Helix's prototype ran, replayed at their measured requests in flight.
 
+    As there, each stage batches for itself (``simulation.stagewise``). Offline runs are closed loops, online runs have
+    Poisson arrivals at the rate that gives the measured mean number in flight.
+
     ``folder`` holds helix_layer_times.csv, helix_kv_blocks.csv, helix_placements.csv and helix_real_system.csv.
     Placements whose machines hold overlapping layers are no pipeline of stages and are counted, not replayed. Lengths
     are log-normal with the run's own mean prompt and mean answer, since each run's requests are not at hand.
@@ -319,33 +327,52 @@ def _is_pipeline(mine: Any) -> bool:
 
 
 def _helix_row(folder: Path, run: Mapping[str, Any], placement: Any) -> dict[str, Any]:
+    from coral_tasks.simulation.stagewise import run_stagewise
+
     answer = run["decode_tokens_in_window"] / max(run["prompts_in_window"], 1)
     in_flight = max(round(run["mean_requests_in_flight"]), 1)
     count = max(ROUNDS * in_flight, 40)
     random = np.random.default_rng(0)
     prompt = spread_lengths(run["mean_prompt_tokens"], 0.8, count, random)
     output = np.maximum(spread_lengths(answer, 0.7, count, random), 2)
-    timings = [
-        helix_timing(folder, run["model"], machine, layers)
+    stages = [
+        helix_stage(folder, run["model"], machine, layers)
         for machine, layers in zip(placement["machine"], placement["num_layers"], strict=True)
     ]
-    rows = closed_loop(timings, in_flight, prompt, output)
-    warm = rows[int(WARM_SHARE * count) : count - in_flight]
-    span = warm["finish"].max() - warm["arrival"].min()
-    prompt_s, decode_s = latencies(warm)
-    whole = float(warm["output"].mean() * in_flight / (warm["finish"] - warm["arrival"]).mean())
+    rows = run_stagewise(stages, np.zeros(count), prompt, output, in_flight)
+    stay_s, held = _mean_stay(rows, in_flight), float(in_flight)
+    if run["setup"] == "online":
+        arrivals, held = np.cumsum(random.exponential(size=count)), float(run["mean_requests_in_flight"])
+        for _ in range(HELIX_PASSES):
+            rows = run_stagewise(stages, arrivals * stay_s / held, prompt, output)
+            stay_s = _mean_stay(rows, in_flight)
+    return _helix_figures(run, _warm(rows, in_flight), held / stay_s)
+
+
+def _warm(rows: NDArray[Any], in_flight: int) -> NDArray[Any]:
+    """Without the requests of the start, and those at whose side the run empties."""
+    return rows[int(WARM_SHARE * len(rows)) : len(rows) - in_flight]
+
+
+def _mean_stay(rows: NDArray[Any], in_flight: int) -> float:
+    warm = _warm(rows, in_flight)
+    return float((warm["finish"] - warm["arrival"]).mean())
+
+
+def _helix_figures(run: Mapping[str, Any], warm: NDArray[Any], requests_per_s: float) -> dict[str, Any]:
+    """A run's figures beside the measured ones, whole latencies in seconds."""
+    steps = (warm["finish"] - warm["first"]) / (warm["output"] - 1)
     return {
         "model": run["model"],
         "setup": run["setup"],
         "method": run["method"],
         "machines": run["machines"],
-        "in_flight": in_flight,
-        "span_s": float(span),
-        "tokens_per_s": whole,
+        "in_flight": float(run["mean_requests_in_flight"]),
+        "tokens_per_s": requests_per_s * float(warm["output"].mean()),
         "measured_tokens_per_s": float(run["decode_tokens_per_s"]),
-        "prompt_s": float(prompt_s.mean()),
+        "prompt_s": float((warm["first"] - warm["arrival"]).mean()),
         "measured_prompt_s": float(run["prompt_mean_s"]),
-        "decode_s": float(np.nanmean(decode_s)),
+        "decode_s": float(steps.mean()),
         "measured_decode_s": float(run["decode_mean_s"]),
     }
 
@@ -356,34 +383,46 @@ def spread_lengths(mean: float, sigma: float, count: int, random: np.random.Gene
     return np.maximum(np.rint(values * mean / values.mean()), 1).astype(np.int64)
 
 
-def helix_timing(folder: Path, model: str, machine: str, num_layers: int) -> StageTiming:
-    """Affine timing of a machine with that many layers from Helix's layer times and KV blocks.
+def helix_stage(folder: Path, model: str, machine: str, num_layers: int) -> SelfBatchingStage:
+    """A machine with that many layers from Helix's layer times, between them straight, and its KV blocks.
 
-    Raises ValidationFailed for a machine that was not measured, or whose hand-over is not known.
+    Raises ValidationFailed for a machine that was not measured.
     """
+    from coral_tasks.simulation.stagewise import SelfBatchingStage
+
     times = read_frame(folder / "helix_layer_times.csv", ("model", "machine", "phase", "batch_tokens", "layer_time_ms"))
     mine = times[(times["model"] == model) & (times["machine"] == machine) & (times["batch_tokens"] > 0)]
-    if mine.empty or machine not in HELIX_HOP_S:
-        rule = "no layer times or hand-over of this machine and model"
+    if mine.empty or machine not in HELIX_LAYER_EXTRA_S:
+        rule = "no layer times of this machine and model, or not what its layers take beyond them"
         raise ValidationFailed([Violation(table="helix_layer_times", row=machine, value=model, rule=rule)])
-    mine = mine[((mine["phase"] == "decode") & (mine["batch_tokens"] <= 64)) | (mine["phase"] == "prompt")]
-    prefill = (mine["phase"] == "prompt").to_numpy()
-    tokens = mine["batch_tokens"].to_numpy(dtype=np.float64)
-    features = np.stack([np.ones(len(tokens)), tokens * prefill, tokens * ~prefill], axis=1)
-    fixed, per_prompt, per_sequence = fit_terms(features, mine["layer_time_ms"].to_numpy(dtype=np.float64) / 1e3)
     blocks = read_frame(folder / "helix_kv_blocks.csv", ("model", "machine", "layers_on_machine", "kv_token_capacity"))
     room = blocks[
         (blocks["model"] == model) & (blocks["machine"] == machine) & (blocks["layers_on_machine"] == num_layers)
     ]
-    per_token = HELIX_HIDDEN_BYTES / HELIX_NETWORK_BYTES_PER_S
-    return StageTiming(
-        fixed_s=fixed * num_layers,
-        per_prompt_token_s=per_prompt * num_layers + per_token,
-        per_sequence_s=per_sequence * num_layers + per_token,
-        hop_s=HELIX_HOP_S[machine],
-        max_batch_tokens=2048,
-        kv_capacity_tokens=float(room["kv_token_capacity"].iloc[0]) if len(room) else math.inf,
+    decode, prompt = (
+        mine[mine["phase"] == phase].groupby("batch_tokens")["layer_time_ms"].mean() / 1e3
+        for phase in ("decode", "prompt")
     )
+    floor_s, extra_s = float(decode.iloc[0]), HELIX_LAYER_EXTRA_S[machine]
+    return SelfBatchingStage(
+        prompt_s=_batch_seconds(prompt, num_layers, floor_s, extra_s),
+        decode_s=_batch_seconds(decode, num_layers, floor_s, extra_s),
+        token_s=HELIX_HIDDEN_BYTES / HELIX_NETWORK_BYTES_PER_S,
+        capacity_tokens=float(room["kv_token_capacity"].iloc[0]) if len(room) else math.inf,
+    )
+
+
+def _batch_seconds(layer_s: Any, num_layers: int, floor_s: float, extra_s: float) -> Callable[[int], float]:
+    """Seconds of a batch by its tokens: straight between measured ones, in proportion above, at least the floor."""
+    sizes = np.concatenate([[0.0], layer_s.index.to_numpy(dtype=np.float64)])
+    seconds = np.concatenate([[0.0], layer_s.to_numpy(dtype=np.float64)])
+
+    def of(tokens: int) -> float:
+        beyond = max(tokens / sizes[-1], 1.0)
+        seconds_of_layer = max(float(np.interp(tokens, sizes, seconds)) * beyond, floor_s) + extra_s
+        return float(num_layers * seconds_of_layer)
+
+    return of
 
 
 # ---- a recorded run of this machine
