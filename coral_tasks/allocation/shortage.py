@@ -30,7 +30,8 @@ MAX_COLUMNS: Final = 3000
 """Columns of the level programs; levels over all columns are proved, over the best of them only improved."""
 MAX_NODES: Final = 2000
 FEW_COLUMNS: Final = 150
-"""So few columns are settled by programs, which are quicker there."""
+"""So few columns are settled by programs, which are quicker there. So are more than MAX_COLUMNS, over the best of them:
+searches over all of them do not end in time, and what they find on the way is worse."""
 SHARE_STEP: Final = 1e-6
 """Shares unserved this close to each other count as the same."""
 NAME_ORDER: Final = 1e-6
@@ -39,7 +40,9 @@ MAX_QUESTIONS: Final = 60
 PROVED: Final = 1e-7
 """Share of all demand within which the rate unserved counts as proved."""
 TIME_SHARE: Final = 0.4
-"""Of the time left that one level may take, so that money has its turn."""
+"""Of the time left that one level may take."""
+LEVELS_SHARE: Final = 0.7
+"""Of the time left that all levels may take, so that money has its turn."""
 MOST_MONEY: Final = 1e-6
 """What all supply together counts in a question: less than the least shortage. A plan above it has shortage."""
 TIE_MONEY: Final = 1e-9
@@ -89,7 +92,9 @@ def most_money(problem: AllocationProblem) -> float:
 
 def settle_shortage(problem: AllocationProblem, search: Search, *, deadline: float) -> ShortageResult:
     """Settle every level in turn, starting from the search's plan. ``problem``: without weights."""
-    if len(search.columns) > FEW_COLUMNS and not needs_programs(problem):
+    now = time.monotonic()
+    deadline = now + LEVELS_SHARE * (deadline - now)
+    if FEW_COLUMNS < len(search.columns) <= MAX_COLUMNS and not needs_programs(problem):
         found = SearchLevels(problem, search.columns, search.state.values, deadline=deadline).settle()
         if found is not None:
             return found
@@ -210,12 +215,11 @@ class SearchLevels:
             most[m] = min(most[m], worst / self.rules[m].share * float(self.required[m]) + 1e-9)
         problem = replace(self.problem, required_requests_per_s=demand, shortfall_weight=weights, most_unserved=most)
         until = self._until()
-        few = len(self.columns) <= MAX_COLUMNS
         now = time.monotonic()
-        search = self._search(problem, now + (until - now) / 2 if few else until, TIE_MONEY)
-        if not (few and len(members) == 1):  # a program alone is quicker where only one model counts
+        search = self._search(problem, now + (until - now) / 2, TIE_MONEY)
+        if len(members) > 1:  # a program alone is quicker where only one model counts
             search.run()
-        if few and search.state.objective - search.state.bound > PROVED:
+        if search.state.objective - search.state.bound > PROVED:
             self._finish(search, until)
         if math.isfinite(search.state.objective):
             self.values = search.state.values

@@ -30,7 +30,7 @@ from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import build_program
 from coral_tasks.allocation.reduce import reduced_templates
 from coral_tasks.allocation.search import Search, State
-from coral_tasks.allocation.shortage import most_money, settle_shortage
+from coral_tasks.allocation.shortage import MAX_COLUMNS, TIME_SHARE, most_money, settle_shortage
 from coral_tasks.domain.content import content_digest
 from coral_tasks.domain.errors import Infeasible, PlanRejected
 from coral_tasks.domain.names import PlanId
@@ -120,6 +120,7 @@ class _Run:
         problem: AllocationProblem,
         start: NDArray[np.int64] | None = None,
         *,
+        deadline: float | None = None,
         stop_when: Callable[[Search], bool] | None = None,
     ) -> Search:
         """A finished search for weighted ``problem``; what runs, the last plan and ``start`` are first incumbents."""
@@ -129,7 +130,7 @@ class _Run:
             self.columns,
             weights if weights is not None else np.full(len(problem.models), np.inf),
             gap=self.gap,
-            deadline=self.deadline,
+            deadline=self.deadline if deadline is None else deadline,
             begun=self.begun,
         )
         search.on_better, search.stop_when = self.hand_over, stop_when
@@ -167,6 +168,9 @@ class _Run:
         _, beyond = search.objective_of(search.state.values)
         if beyond <= 0:
             return self._solved(search, shortage_proved=True)
+        if len(self.columns) > MAX_COLUMNS:  # there the levels only improve what they start from
+            until = time.monotonic() + TIME_SHARE * (self.deadline - time.monotonic())
+            search = self.search(problem, search.state.values, deadline=until)
         settled = settle_shortage(self.problem, search, deadline=self.deadline)
         self.log += settled.log
         final = self.search(_with_settled(self.problem, settled.shortfall, settled.missing), start=settled.values)
