@@ -276,7 +276,7 @@ class _Work:
 
     def _collect(self) -> None:
         ready, _ = wait(self._running, return_when=FIRST_COMPLETED)
-        for future in ready:
+        for future in [one for one in self._running if one in ready]:  # as submitted: a set has no order to repeat
             build, first, last = self._running.pop(future)
             found = future.result()
             if self._keeper is not None:
