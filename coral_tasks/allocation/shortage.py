@@ -3,9 +3,9 @@
 Order: floors class by class; then for each class the worst share unserved, the unserved rate, and each model by name,
 so that the result is unique; then missing minimum instances. Owns that order; money is minimised afterwards.
 
-Two ways to the same result: each level as a program, for few columns and for the rules that only a program knows; else
-by searches that know the shortage of each model (``SearchLevels``): the worst share by questions of the form "can
-everybody be served but this share?", then the rate in all.
+Two ways to the same result: each level as a program, for few columns, for very many and for the rules that only a
+program knows; else by searches that know the shortage of each model (``SearchLevels``): the worst share by questions of
+the form "can everybody be served but this share?", then the rate in all.
 """
 
 from __future__ import annotations
