@@ -1,4 +1,4 @@
-"""Hypothesis profiles (short by default, derandomised and a little longer in CI), and ports for node agents."""
+"""Hypothesis profiles (short by default, derandomised and a little longer in CI), names of cases, ports for agents."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ _SLOW = [HealthCheck.too_slow]
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names bytes by their argument: made bytes may hold a time or a salt, and processes must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
 
 FIRST_PORT, LAST_PORT = 10_000, 32_000
 """Below the ports that Linux gives outgoing connections (32768 and up): one of those held by any connection on the

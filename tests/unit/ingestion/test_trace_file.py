@@ -123,29 +123,28 @@ def test_many_bad_rows_are_told_up_to_a_limit_with_their_number(tmp_path: Path) 
     assert len(caught.value.violations) == 1001
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "message"),
-    [
-        (b"", ValidationFailed, "the file is empty"),
-        (b"a,b\n1,2\n", ValidationFailed, "the header must name TIMESTAMP"),
-        (f"{HEADER}\n".encode(), ValidationFailed, "needs two requests"),
-        (f"{HEADER}\n{FIRST}\n".encode(), ValidationFailed, "needs two requests"),
-        (f"{HEADER}\n{FIRST}\n{FIRST}\n".encode(), ValidationFailed, "needs two requests at different times"),
-        (f"{HEADER},TIMESTAMP\n{FIRST},x\n".encode(), ValidationFailed, "column is named twice"),
-        (f'{HEADER}\n"{FIRST}\n'.encode(), ValidationFailed, "open quote"),
-        (f"{HEADER}\n\0{FIRST}\n".encode(), ValidationFailed, "neither Parquet nor UTF-8"),
-        (b"\xff\xfe\xff", ValidationFailed, "neither Parquet nor UTF-8"),
-        (b"<html>502</html>", ValidationFailed, "a web page"),
-        (b"PK\x03\x04rest", ValidationFailed, "packed"),
-        (gzip.compress(b"x" * 1000, mtime=0)[:-20], StorageFault, "cannot be read"),
-        (b"\x1f\x8bnonsense", StorageFault, "cannot be read"),
-        (gzip.compress(gzip.compress(FIRST.encode())), ValidationFailed, "packed"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(
-    tmp_path: Path, content: bytes, kind: type[Exception], message: str
-) -> None:
+FOREIGN: dict[str, tuple[bytes, type[Exception], str]] = {
+    "empty": (b"", ValidationFailed, "the file is empty"),
+    "other columns": (b"a,b\n1,2\n", ValidationFailed, "the header must name TIMESTAMP"),
+    "header only": (f"{HEADER}\n".encode(), ValidationFailed, "needs two requests"),
+    "one request": (f"{HEADER}\n{FIRST}\n".encode(), ValidationFailed, "needs two requests"),
+    "one time": (f"{HEADER}\n{FIRST}\n{FIRST}\n".encode(), ValidationFailed, "needs two requests at different times"),
+    "a column twice": (f"{HEADER},TIMESTAMP\n{FIRST},x\n".encode(), ValidationFailed, "column is named twice"),
+    "open quote": (f'{HEADER}\n"{FIRST}\n'.encode(), ValidationFailed, "open quote"),
+    "zero byte": (f"{HEADER}\n\0{FIRST}\n".encode(), ValidationFailed, "neither Parquet nor UTF-8"),
+    "no UTF-8": (b"\xff\xfe\xff", ValidationFailed, "neither Parquet nor UTF-8"),
+    "web page": (b"<html>502</html>", ValidationFailed, "a web page"),
+    "zip": (b"PK\x03\x04rest", ValidationFailed, "packed"),
+    "half a gzip": (gzip.compress(b"x" * 1000)[:-20], StorageFault, "cannot be read"),
+    "no gzip": (b"\x1f\x8bnonsense", StorageFault, "cannot be read"),
+    "gzip of gzip": (gzip.compress(gzip.compress(FIRST.encode())), ValidationFailed, "packed"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str) -> None:
     """Empty, foreign, truncated and undecodable files have their message."""
+    content, kind, message = FOREIGN[name]
     path = tmp_path / "t.csv"
     path.write_bytes(content)
     with pytest.raises(kind, match=message):
