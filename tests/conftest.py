@@ -18,7 +18,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Names bytes by their argument: made bytes may hold a time or a salt, and processes must collect the same names."""
+    """Names bytes by their argument: they may hold a time or a salt, and processes must collect the same names."""
     return argname if isinstance(val, bytes) else None
 
 
