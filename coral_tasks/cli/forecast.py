@@ -21,7 +21,7 @@ def _group() -> None:
 
 @app.command()
 def backtest(
-    file: Annotated[Path, typer.Argument(help="Request trace (Azure form, CSV or CSV.gz), or demand file.")],
+    file: Annotated[Path, typer.Argument(help="Request trace (Azure form; CSV, CSV.gz or Parquet) or demand file.")],
     interval_s: Annotated[float, typer.Option(help="Interval that a trace is cut into, in seconds.")] = 60.0,
     quantile: Annotated[float, typer.Option(help="Quantile of the errors that planning adds.")] = 0.95,
     season: Annotated[int, typer.Option(help="Intervals in a season.")] = 12,

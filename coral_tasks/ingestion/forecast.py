@@ -270,15 +270,17 @@ def recent_shape(rows: Sequence[Demand]) -> RequestShape:
     )
 
 
-def trace_rates(offset_s: Rates, interval_s: float) -> Rates:
+def trace_rates(offset_s: Rates, interval_s: float, duration_s: float | None = None) -> Rates:
     """Requests/s of each whole interval of a trace (offsets in seconds, shape (N,)); the cut-off last one is left out.
 
+    ``duration_s``: of the whole trace, where these are the requests of one of its models; None: to the last one.
     Raises ValidationFailed for an interval that is not positive or longer than the trace.
     """
     checks = Checks("trace")
     checks.positive(interval_s=interval_s)
     checks.raise_if_any()
-    whole = int(offset_s.max() // interval_s) if offset_s.size else 0
+    until = duration_s if duration_s is not None else float(offset_s.max(initial=0.0))
+    whole = int(until // interval_s)
     checks.require(whole >= 2, "the trace must last two intervals", whole)
     checks.raise_if_any()
     places = np.floor(offset_s / interval_s).astype(np.int64)

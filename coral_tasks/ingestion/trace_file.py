@@ -1,8 +1,9 @@
 """Reads request traces: one row for each request, with its time and its tokens (the form of the Azure traces).
 
 Owns what counts as a row. Every row that does not is named, and none is guessed at or left out. A time with an offset
-is that moment; a time without one is UTC, as in the published traces; one file must not mix the two. A log that still
-grows (``read_log``) may have a writer and an open last line, and a column that names each request's model.
+is that moment; a time without one is UTC, as in the published traces; one file must not mix the two. Columns of a
+Parquet file count as the text that they would be in CSV. A log that still grows (``read_log``) may have a writer and an
+open last line. A column ``model`` names each request's model.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
-from data_contracts.files import MAX_BYTES, NotReadable, PlainFile, RawTable, read_bytes, read_plain, shown_path
+from data_contracts.files import (
+    MAX_CSV_BYTES,
+    PACKED,
+    PARQUET_MAGIC,
+    NotReadable,
+    PlainFile,
+    RawTable,
+    read_bytes,
+    read_plain,
+    shown_path,
+)
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MODEL: Final = "model"
@@ -36,6 +48,7 @@ MAX_TOLD: Final = 1000
 """Violations that a message holds; it says how many more there are."""
 
 _GZIP: Final = b"\x1f\x8b"
+_UNPACK_AT_ONCE: Final = 1 << 20
 _LOCAL: Final = r"-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?"
 _ZONE: Final = r"(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})"
 _TIME: Final = re.compile(f"[0-9]{{4}}{_LOCAL}{_ZONE}?")
@@ -54,7 +67,8 @@ _RULE: Final = (
 class RequestTrace:
     """Requests in time order: seconds since the first, prompt and output tokens, each of shape (N,).
 
-    ``started_at``: moment of the first request, if known.
+    ``started_at``: moment of the first request, if known. ``models``: names as the trace states them, shape (N,); None
+    if it has no such column.
     """
 
     name: str
@@ -62,6 +76,7 @@ class RequestTrace:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     started_at: datetime | None = None
+    models: NDArray[np.object_] | None = None
 
     @property
     def duration_s(self) -> float:
@@ -73,44 +88,60 @@ class RequestTrace:
 class RequestLog:
     """Requests in the order of the file: seconds since 1970, prompt and output tokens, each of shape (N,).
 
-    ``models``: names as the log states them, one for each request; None if it has no such column. ``modified_s``: last
-    change of the file, seconds since 1970. ``is_open``: the last line had no end and was left out.
+    ``models``: names as the log states them, shape (N,); None if it has no such column. ``modified_s``: last change of
+    the file, seconds since 1970. ``num_bytes``: of the file, unpacked. ``is_open``: the last line had no end and was
+    left out. ``is_cut``: the packed file has no end, and this is what it holds so far.
     """
 
     name: str
     at_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    models: tuple[str, ...] | None
+    models: NDArray[np.object_] | None
     modified_s: float
+    num_bytes: int
     is_open: bool
+    is_cut: bool = False
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the file's first line names a trace's columns. Raises StorageFault if it cannot be read."""
-    start = _data(path).data[:1000]
+    """Whether the file's columns are a trace's. Raises StorageFault if it cannot be read."""
+    data = _data(path).data
+    if data.startswith(PARQUET_MAGIC):
+        return set(COLUMNS) <= set(_parquet_names(data))
+    start = data[:1000]
     encoding = "utf-16" if start.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     first = (start.decode(encoding, "replace").lstrip("\ufeff \r\n").splitlines() or [""])[0]
     return set(COLUMNS) <= {name.strip(' "') for name in re.split(r"[,;\t|]", first)}
 
 
-def read_trace(path: Path) -> RequestTrace:
-    """Read a trace (CSV, maybe gzip): TIMESTAMP, ContextTokens, GeneratedTokens; other columns are passed over.
+def _parquet_names(data: bytes) -> list[str]:
+    try:
+        return list(pq.read_schema(pa.BufferReader(data)).names)
+    except (pa.ArrowException, OSError):
+        return []
 
-    Raises StorageFault (not to be read, or packed data that is not whole) or ValidationFailed (every bad row).
+
+def read_trace(path: Path) -> RequestTrace:
+    """Read a trace (CSV, maybe gzip, or Parquet): TIMESTAMP, ContextTokens, GeneratedTokens and, if there, model.
+
+    Other columns are passed over. Raises StorageFault (not to be read, or packed data that is not whole) or
+    ValidationFailed (every bad row).
     """
     name = _name(path)
     raw = read_bytes(_data(path).data, shown_path(path))
-    return _trace(name, _cells(name, raw, COLUMNS))
+    return _trace(name, _as_rows(_columns(name, raw, _log_columns(name, raw))))
 
 
-def read_log(path: Path, *, start: datetime | None = None) -> RequestLog:
+def read_log(path: Path, *, start: datetime | None = None, name: str = "", maybe_cut: bool = False) -> RequestLog:
     """Read a log to which requests are still added: a trace, with a column ``model`` or without; it may hold no row.
 
-    ``start``: the moment from which its times count, where they are seconds; without it they must be moments. Raises
-    what ``read_trace`` does.
+    ``start``: the moment from which its times count, where they are seconds; without it they must be moments.
+    ``name``: of the log in messages. ``maybe_cut``: a packed file without an end is read as far as it goes. Raises what
+    ``read_trace`` does.
     """
-    name, file = _name(path), _data(path, appended=True)
+    name = name or _name(path)
+    file, is_cut = _data_so_far(path, appended=True, maybe_cut=maybe_cut)
     data, is_open = _without_open_line(file.data)
     # a log that was begun a moment ago has no header yet
     columns = [pa.array([], pa.string())] * len(COLUMNS)
@@ -124,18 +155,29 @@ def read_log(path: Path, *, start: datetime | None = None) -> RequestLog:
         at_s=values.at_s,
         prompt_tokens=values.prompt_tokens,
         output_tokens=values.output_tokens,
-        models=tuple(columns[-1].to_pylist()) if len(columns) > len(COLUMNS) else None,
+        models=_names_of(columns[-1]) if len(columns) > len(COLUMNS) else None,
         modified_s=file.modified_s,
+        num_bytes=len(file.data),
         is_open=is_open,
+        is_cut=is_cut,
     )
 
 
+def _names_of(column: pa.ChunkedArray) -> NDArray[np.object_]:
+    """Names of all rows; rows of one name share one text."""
+    encoded = pc.dictionary_encode(column.combine_chunks())
+    return np.asarray(np.array(encoded.dictionary.to_pylist(), dtype=object)[encoded.indices.to_numpy()])
+
+
 def _name(path: Path) -> str:
-    return shown_path(Path(path.name.removesuffix(".gz").removesuffix(".csv")))
+    return shown_path(Path(path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".parquet")))
 
 
 def _without_open_line(data: bytes) -> tuple[bytes, bool]:
     """``data`` up to its last line end, and whether there was more: a line that is still being written."""
+    if data.startswith((PARQUET_MAGIC, *PACKED)):
+        # no lines: such a file is read, or refused, as a whole
+        return data, False
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
     if wide:
         # half a character at the end belongs to the open line; what is broken before it stays broken
@@ -151,10 +193,6 @@ def _log_columns(name: str, raw: RawTable) -> tuple[str, ...]:
     return (*COLUMNS, *named)
 
 
-def _cells(name: str, raw: RawTable, columns: Sequence[str]) -> list[tuple[str | None, ...]]:
-    return _as_rows(_columns(name, raw, columns))
-
-
 def _as_rows(columns: Sequence[pa.ChunkedArray]) -> list[tuple[str | None, ...]]:
     return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
@@ -167,7 +205,34 @@ def _columns(name: str, raw: RawTable, columns: Sequence[str]) -> list[pa.Chunke
     if not set(columns) <= set(there):
         rule = f"the header must name {', '.join(COLUMNS)}"
         raise ValidationFailed([_violation(name, 0, ",".join(there)[:200], rule)])
-    return [raw.table.column(one) for one in columns]
+    return [_as_text(name, one, raw.table.column(one)) for one in columns]
+
+
+def _as_text(name: str, title: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column as CSV would hold it, an empty text as none. Raises ValidationFailed for a type that has no text."""
+    try:
+        text = _plain_values(column).cast(pa.string())
+    except (pa.ArrowException, NotImplementedError) as error:
+        rule = f"column {title} has type {column.type}, which holds no times, counts or names"
+        raise ValidationFailed([_violation(name, 0, str(error).split("\n", 1)[0][:200], rule)]) from error
+    trimmed = pc.utf8_trim_whitespace(text)
+    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+
+
+def _plain_values(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Dictionaries decoded, times in UTC, whole numbers of any type as integers."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _plain_values(column.cast(kind.value_type))
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return column.cast(pa.timestamp(kind.unit, "UTC"))
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        try:
+            return column.cast(pa.int64())
+        except pa.ArrowInvalid:
+            # not all are whole: those that are not are told by their rows
+            return column
+    return column
 
 
 class _Values(NamedTuple):
@@ -245,27 +310,45 @@ def _require_moments(name: str, times: Sequence[str], start: datetime | None) ->
         raise ValidationFailed([_violation(name, 1, times[0], rule)])
 
 
-def _data(path: Path, *, appended: bool = False) -> PlainFile:
+def _data(path: Path) -> PlainFile:
     """The file's bytes, unpacked, and the time of its last change."""
+    return _data_so_far(path, appended=False, maybe_cut=False)[0]
+
+
+def _data_so_far(path: Path, *, appended: bool, maybe_cut: bool) -> tuple[PlainFile, bool]:
+    """The same, and whether the packed file has no end; Parquet without one is never taken."""
     try:
         file = read_plain(path, appended=appended)
-        whole = _unpacked(file.data) if file.data.startswith(_GZIP) else file.data
+        data, is_cut = _unpacked(file.data, maybe_cut=maybe_cut) if file.data.startswith(_GZIP) else (file.data, False)
     except NotReadable as error:
         message = f"{shown_path(path)} {error}"
         raise StorageFault(message) from error
     except (OSError, EOFError, zlib.error) as error:
         message = f"{shown_path(path)} cannot be read: {error}"
         raise StorageFault(message) from error
-    if len(whole) > MAX_BYTES:
-        message = f"{shown_path(path)} holds more than {MAX_BYTES} bytes once unpacked"
+    if len(data) > MAX_CSV_BYTES and data is not file.data:
+        message = f"{shown_path(path)} holds more than {MAX_CSV_BYTES} bytes once unpacked"
         raise StorageFault(message)
-    return PlainFile(whole, file.modified_s)
+    if appended and data.startswith(PARQUET_MAGIC) and not (data.endswith(PARQUET_MAGIC) and len(data) > 8):
+        message = f"{shown_path(path)} is no whole Parquet file: it may still be written"
+        raise StorageFault(message)
+    return PlainFile(data, file.modified_s), is_cut
 
 
-def _unpacked(data: bytes) -> bytes:
-    """At most one byte more than may be: a small file can hold terabytes."""
-    with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
-        return packed.read(MAX_BYTES + 1)
+def _unpacked(data: bytes, *, maybe_cut: bool) -> tuple[bytes, bool]:
+    """At most a little more than may be (a small file can hold terabytes), and whether the end is missing."""
+    parts: list[bytes] = []
+    left = MAX_CSV_BYTES + 1
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+            while left > 0 and (part := packed.read1(min(left, _UNPACK_AT_ONCE))):
+                parts.append(part)
+                left -= len(part)
+    except EOFError:
+        if not maybe_cut:
+            raise
+        return b"".join(parts), True
+    return b"".join(parts), False
 
 
 class _Moment(NamedTuple):
@@ -295,6 +378,7 @@ def _trace(name: str, rows: list[tuple[str | None, ...]]) -> RequestTrace:
         prompt_tokens=np.array([one.prompt for one in requests], dtype=np.int64),
         output_tokens=np.array([one.output for one in requests], dtype=np.int64),
         started_at=datetime.fromtimestamp(requests[0].at, UTC),
+        models=np.array([one.model for one in requests], dtype=object) if len(rows[0]) > len(COLUMNS) else None,
     )
 
 

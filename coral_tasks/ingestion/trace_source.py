@@ -1,10 +1,11 @@
-"""Demand from a request log that still grows: a trace file (``trace_file``) that a gateway appends to.
+"""Demand from a request log that still grows: trace files (``trace_logs``) that a gateway appends to and rotates.
 
 Owns which intervals the log covers and what a model without requests in one of them counts as. Intervals start at whole
 multiples of their length since 1970. One counts if the log begins no later than its start, and holds a request of any
 model at or after its end: the log was written then. What lies after the last such interval is unknown: it has no row.
 In an interval that counts, a model without requests has a row of 0 requests/s, with the lengths of its latest interval
 with requests, if it had one within ``quiet_after_s`` before the interval; else it has no row, for the gate to miss it.
+An interval that touches a hole between two files is unknown too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
@@ -26,7 +27,8 @@ from coral_tasks.domain.names import ModelId
 from coral_tasks.ingestion.batch import SourceBatch, batch_of
 from coral_tasks.ingestion.rows import demand_table
 from coral_tasks.ingestion.trace_demand import shape_of
-from coral_tasks.ingestion.trace_file import RequestLog, first_told, read_log
+from coral_tasks.ingestion.trace_file import first_told
+from coral_tasks.ingestion.trace_logs import RequestLogs, Wanted, read_logs, utc
 from data_contracts.files import shown_path
 
 QUIET_AFTER_S: Final = 3600.0
@@ -38,12 +40,12 @@ MAX_STEP_BACK_S: Final = 900.0
 
 
 class _Window(NamedTuple):
-    """Numbers of the first interval that counts and of the one after the last; interval k starts at k times its length.
+    """Numbers of the intervals that count, in order, and of the one after the last that could.
 
-    ``first`` is no earlier than the oldest interval asked for.
+    Interval k starts at k times its length. None is earlier than the oldest interval asked for.
     """
 
-    first: int
+    numbers: tuple[int, ...]
     end: int
 
 
@@ -111,6 +113,7 @@ class _Series:
 class TraceSource:
     """Demand of the last ``num_intervals`` whole intervals of one log.
 
+    ``path``: its file, a folder of its files, or a pattern that names them (see ``trace_logs``).
     ``model``: whose requests they are, where the log has no column for it. ``model_names``: other names → model id; a
     name that is not there goes through as it is, for the gate to refuse. ``start``: see ``read_log``. ``settle_s``: how
     long after an interval's end a request must lie for the interval to count: the longest time from a request to its
@@ -129,89 +132,98 @@ class TraceSource:
 
     def __call__(self, now: datetime) -> SourceBatch:
         """Read and count. Raises SourceFault (not to be read, no whole interval), ValidationFailed (bad rows)."""
-        log = self._read()
+        log = self._read(now)
         self._require_past(log, now)
         last = float(log.at_s.max())
         window = self._window(log, min(last - self.settle_s, now.timestamp()))
         self._require_forward(log, window)
+        _refuse(log.twice(window.numbers[0] * self.interval_s))
         rows, notes = self._rows(log, window)
-        end = _utc(window.end * self.interval_s)
+        end = utc(window.end * self.interval_s)
         notes.append(
-            f"nothing is known from {end.isoformat()} on: the log's last request is of {_utc(last).isoformat()}"
+            f"nothing is known from {end.isoformat()} on: the log's last request is of {utc(last).isoformat()}"
         )
-        if log.is_open:
-            notes.append("the last line has no end yet: left out")
         return batch_of(
             "demand",
             demand_table(rows),
             source=f"request log {shown_path(self.path)}",
-            observed_at=min(_utc(last), now),
+            observed_at=min(utc(last), now),
             expected=self.num_intervals,
-            received=window.end - window.first,
-            notes=tuple(notes),
+            received=len(window.numbers),
+            notes=(*notes, *log.notes),
         )
 
-    def _read(self) -> RequestLog:
+    def _read(self, now: datetime) -> RequestLogs:
+        wanted = Wanted(
+            now_s=now.timestamp(),
+            span_s=self.settle_s + (self.num_intervals + 1) * self.interval_s + self.quiet_after_s,
+            interval_s=self.interval_s,
+            model=self.model,
+            model_names=self.model_names,
+            start=self.start,
+        )
         try:
-            log = read_log(self.path, start=self.start)
+            log = read_logs(self.path, wanted)
         except StorageFault as fault:
             self._fail(str(fault))
         if not len(log.at_s):
             self._fail(f"{shown_path(self.path)} holds no request; demand is unknown, not zero")
-        if (log.models is None) != bool(self.model):
-            self._refuse(log, [("", self.model, _NO_MODEL if log.models is None else _TWO_MODELS)])
         return log
 
-    def _require_past(self, log: RequestLog, now: datetime) -> None:
-        """No request after both the clock and the file's last change: a log is written after the fact.
+    def _require_past(self, log: RequestLogs, now: datetime) -> None:
+        """No request after both the clock and its file's last change: a log is written after the fact.
 
         Requests between the two came since the run began.
         """
-        limit = max(now.timestamp(), log.modified_s) + self.tolerance_s
+        limits = np.maximum(now.timestamp(), log.modified_s) + self.tolerance_s
         rule = "the request lies in the future: the clock of what writes the log is ahead"
-        found = np.flatnonzero(log.at_s > limit)
-        self._refuse(log, [(f"row {k + 1}", f"{log.at_s[k] - now.timestamp():.0f} s ahead", rule) for k in found])
+        found = np.flatnonzero(log.at_s > limits)
+        _refuse([log.violation(int(k), f"{log.at_s[k] - now.timestamp():.0f} s ahead", rule) for k in found])
 
-    def _window(self, log: RequestLog, known_until: float) -> _Window:
+    def _window(self, log: RequestLogs, known_until: float) -> _Window:
         begun = math.ceil(float(log.at_s.min()) / self.interval_s)
         end = math.floor(known_until / self.interval_s)
-        if end <= begun:
+        numbers = [k for k in range(max(begun, end - self.num_intervals), end) if not self._touches(log.holes, k)]
+        if not numbers:
             self._fail(
                 f"{shown_path(self.path)} covers no whole interval of {self.interval_s:g} s: one counts once a later"
-                " request stands in the log; demand is unknown, not zero"
+                f" request stands in the log; demand is unknown, not zero{''.join(f'; {one}' for one in log.notes)}"
             )
-        return _Window(first=max(begun, end - self.num_intervals), end=end)
+        return _Window(numbers=tuple(numbers), end=end)
 
-    def _require_forward(self, log: RequestLog, window: _Window) -> None:
+    def _touches(self, holes: Iterable[tuple[float, float]], number: int) -> bool:
+        start, end = number * self.interval_s, (number + 1) * self.interval_s
+        return any(start < begin and gone < end for gone, begin in holes)
+
+    def _require_forward(self, log: RequestLogs, window: _Window) -> None:
         """No step back by more than requests take, if a request on its early side could count."""
         latest = np.maximum.accumulate(log.at_s)
-        oldest = window.first * self.interval_s - self.quiet_after_s
+        oldest = window.numbers[0] * self.interval_s - self.quiet_after_s
         most = max(MAX_STEP_BACK_S, self.settle_s)
         stepped = (latest - log.at_s > most) & (latest >= oldest)
         begins = np.flatnonzero(stepped & ~np.concatenate([[False], stepped[:-1]]))
-        rule = "stands after a request of a much later time: the clock stepped back, and times are not to be trusted"
-        self._refuse(log, [(f"row {k + 1}", f"{latest[k] - log.at_s[k]:.0f} s back", rule) for k in begins])
+        _refuse(
+            [log.violation(int(k), f"{latest[k] - log.at_s[k]:.0f} s back", _step_rule(log, int(k))) for k in begins]
+        )
 
-    def _rows(self, log: RequestLog, window: _Window) -> tuple[list[Demand], list[str]]:
+    def _rows(self, log: RequestLogs, window: _Window) -> tuple[list[Demand], list[str]]:
         rows: list[Demand] = []
         notes: list[str] = []
         for series in self._series(log):
-            found = {number: self._row(series, number) for number in range(window.first, window.end)}
+            found = {number: self._row(series, number) for number in window.numbers}
             rows += [one.row for one in found.values() if one.row is not None]
             # one note of each kind for a model, with the newest interval it holds for
             said = {one.note: number for number, one in found.items() if one.note}
             notes += [
-                f"{series.model}: {text} (newest such interval: {_utc(number * self.interval_s).isoformat()})"
+                f"{series.model}: {text} (newest such interval: {utc(number * self.interval_s).isoformat()})"
                 for text, number in sorted(said.items())
             ]
         return rows, notes
 
-    def _series(self, log: RequestLog) -> Iterator[_Series]:
-        stated = log.models or (self.model,) * len(log.at_s)
-        names = np.array([str(self.model_names.get(one, one)) for one in stated], dtype=object)
+    def _series(self, log: RequestLogs) -> Iterator[_Series]:
         order = np.argsort(log.at_s, kind="stable")
-        for name in sorted(set(names)):
-            mine = order[names[order] == name]
+        for name in sorted(set(log.models)):
+            mine = order[log.models[order] == name]
             yield _Series(
                 model=ModelId(name),
                 at_s=log.at_s[mine],
@@ -234,7 +246,7 @@ class TraceSource:
             model=series.model,
             requests_per_s=count / self.interval_s,
             shape=shape,
-            interval_start=_utc(start),
+            interval_start=utc(start),
             interval_s=self.interval_s,
         )
         if not count:
@@ -243,20 +255,23 @@ class TraceSource:
             row, "" if series.has_lengths(number) else "lengths of under a token: those of an earlier interval"
         )
 
-    def _refuse(self, log: RequestLog, found: Iterable[tuple[str, str, str]]) -> None:
-        """Raise ValidationFailed for rows, values and rules, if there are any."""
-        violations = [Violation(table=log.name, row=row, value=value, rule=rule) for row, value, rule in found]
-        if violations:
-            raise ValidationFailed(first_told(violations))
-
     def _fail(self, reason: str) -> NoReturn:
         message = f"demand: {reason}"
         raise SourceFault(message)
 
 
-_NO_MODEL: Final = "the log has no column `model` and the source names none: whose requests these are is unknown"
-_TWO_MODELS: Final = "the log has a column `model` and the source names one too: which of them holds is unknown"
+def _step_rule(log: RequestLogs, position: int) -> str:
+    """What is wrong with a request that lies long before one above it, in its own file or in one before."""
+    above = int(np.argmax(log.at_s[:position]))
+    if log.file[above] == log.file[position]:
+        return "stands after a request of a much later time: the clock stepped back, and times are not to be trusted"
+    name = log.names[log.file[above]]
+    return (
+        f"lies long before the end of {name}, a file that begins earlier: files of one log follow each other; these are"
+        " of two writers, or copies of each other, or a clock stepped back"
+    )
 
 
-def _utc(at_s: float) -> datetime:
-    return datetime.fromtimestamp(at_s, UTC)
+def _refuse(violations: list[Violation]) -> None:
+    if violations:
+        raise ValidationFailed(first_told(violations))

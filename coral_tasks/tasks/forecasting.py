@@ -15,13 +15,23 @@ if TYPE_CHECKING:
 def backtest_trace(
     path: Path, interval_s: float, settings: ForecastSettings, warmup: int = 1
 ) -> tuple[BacktestRow, ...]:
-    """Every method on the rates of a request trace. Raises StorageFault or ValidationFailed."""
+    """Every method on the rates of a request trace, by model where it names them.
+
+    Raises StorageFault or ValidationFailed.
+    """
     from coral_tasks.ingestion.forecast import Method, backtest, trace_rates
     from coral_tasks.ingestion.trace_file import read_trace
 
     trace = read_trace(path)
-    rates = trace_rates(trace.offset_s, interval_s)
-    return tuple(backtest(trace.name, rates, replace(settings, method=method), warmup=warmup) for method in Method)
+    offsets = {trace.name: trace.offset_s}
+    if trace.models is not None:
+        offsets = {name: trace.offset_s[trace.models == name] for name in sorted(set(trace.models))}
+    rates = {name: trace_rates(mine, interval_s, trace.duration_s) for name, mine in offsets.items()}
+    return tuple(
+        backtest(name, series, replace(settings, method=method), warmup=warmup)
+        for name, series in rates.items()
+        for method in Method
+    )
 
 
 def backtest_file(path: Path, settings: ForecastSettings, warmup: int = 1) -> tuple[BacktestRow, ...]:
@@ -49,7 +59,7 @@ def backtest_file(path: Path, settings: ForecastSettings, warmup: int = 1) -> tu
 def backtest_any(
     path: Path, *, interval_s: float, quantile: float, season: int, warmup: int
 ) -> tuple[BacktestRow, ...]:
-    """Back-test a trace or a demand file, told apart by the header line. Raises StorageFault or ValidationFailed."""
+    """Back-test a trace or a demand file, told apart by their columns. Raises StorageFault or ValidationFailed."""
     from coral_tasks.ingestion.forecast import ForecastSettings
     from coral_tasks.ingestion.trace_file import is_trace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from coral_tasks.cli import main
@@ -58,6 +59,42 @@ def test_wrong_usage_and_unknown_names_have_their_codes(
     assert "unknown run" in capsys.readouterr().err
     assert run(monkeypatch, "gate", "show", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_log_of_several_models_is_backtested_by_model(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of 6, 12, 6 and 12 requests of a, of 3, 3, 0 and 3 of b, as CSV and as Parquet; figures by hand.
+
+    Last value for a expects 6, 12, 6 of 12, 6, 12: errors of 18 in 30 requests, 2 too few on average; planned are 6
+    (no error yet), 12 + 6 and 6 + 6, enough in two of three, with 12 too many. Seasonal naive errs in minute 1 alone.
+    """
+    counts = {"a": (6, 12, 6, 12), "b": (3, 3, 0, 3)}
+    rows = [
+        (f"2023-11-16T18:{minute:02}:{60 * k / count:06.3f}Z", model, 10, 2)
+        for model, numbers in counts.items()
+        for minute, count in enumerate(numbers)
+        for k in range(count)
+    ]
+    rows.append(("2023-11-16T18:04:00Z", "b", 10, 2))
+    names = ["TIMESTAMP", "model", "ContextTokens", "GeneratedTokens"]
+    frame = pd.DataFrame(rows, columns=names)
+    frame.to_csv(home / "log.csv", index=False)
+    frame.assign(TIMESTAMP=pd.to_datetime(frame["TIMESTAMP"], format="ISO8601")).to_parquet(home / "log.parquet")
+    for name in ("log.csv", "log.parquet"):
+        options = ("--warmup", "1", "--season", "2", "--json")
+        assert run(monkeypatch, "forecast", "backtest", str(home / name), *options) == 0
+        found = {(row["series"], row["method"]): row for row in json.loads(capsys.readouterr().out)}
+        assert len(found) == 6
+        last, season = found["a", "last_value"], found["a", "seasonal_naive"]
+        assert last["num_forecasts"] == 3
+        assert last["error_share"] == pytest.approx(18 / 30)
+        assert last["bias"] == pytest.approx(-2 / 60)
+        assert last["covered"] == pytest.approx(2 / 3)
+        assert last["surplus_share"] == pytest.approx(12 / 30)
+        assert season["error_share"] == pytest.approx(6 / 30)
+        assert season["bias"] == pytest.approx(-2 / 60)
+        assert found["b", "last_value"]["error_share"] == pytest.approx(6 / 6)
 
 
 def test_a_trace_is_backtested_with_every_method(

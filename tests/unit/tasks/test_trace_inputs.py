@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from coral_tasks.domain.errors import SourceFault, ValidationFailed
+from coral_tasks.ingestion.rows import demand_rows
 from coral_tasks.settings import Settings
 from coral_tasks.tasks.inputs import (
     INPUT_TABLES,
@@ -23,6 +25,7 @@ from coral_tasks.tasks.inputs import (
     run_store,
 )
 from coral_tasks.tasks.sources import read_sources
+from data_contracts.files import read_file
 
 NOON = datetime(2026, 11, 29, 12, tzinfo=UTC)
 NOW = NOON + timedelta(seconds=150)
@@ -154,6 +157,98 @@ def test_less_than_the_stated_share_of_intervals_is_a_fault(settings: Settings) 
     (settings.home / "sources.json").write_text(json.dumps(config))
     with pytest.raises(SourceFault, match="answered 2 of 10 parts"):
         ingest_table(settings, "r1", "demand", NOW)
+
+
+def day_of_minutes(settings: Settings, phi: Sequence[int], gpt: Sequence[int]) -> datetime:
+    """A rotated log of these requests each minute, qwen at 180, and the source of its intervals; the run's moment."""
+    logs = settings.home.parent / "logs"
+    logs.mkdir()
+    header = "TIMESTAMP,model,ContextTokens,GeneratedTokens"
+    minutes = [steady(PHI, k, n) + steady(QWEN, k, 180) for k, n in enumerate(phi)]
+    minutes = [rows + (steady(GPT, k, n) if n else []) for k, (rows, n) in enumerate(zip(minutes, gpt, strict=True))]
+    # the rotation falls into minute 15; the packed copy of the old file lies beside it
+    old = [*(row for rows in minutes[:15] for row in rows), *sorted(minutes[15])[:100]]
+    new = [
+        *sorted(minutes[15])[100:],
+        *(row for rows in minutes[16:] for row in rows),
+        *steady(PHI, len(phi), 120)[:60],
+    ]
+    now = NOON + timedelta(minutes=len(phi), seconds=30)
+    for name, rows, changed in (("requests.csv.1", old, NOON + timedelta(minutes=16)), ("requests.csv", new, now)):
+        (logs / name).write_text("\n".join([header, *rows, ""]))
+        os.utime(logs / name, (changed.timestamp(), changed.timestamp()))
+    (logs / "requests.csv.1.gz").write_bytes(gzip.compress((logs / "requests.csv.1").read_bytes()))
+    named = {"kind": "trace", "path": str(logs / "requests.csv*"), "interval_s": 60, "num_intervals": len(phi)}
+    (settings.home / "sources.json").write_text(json.dumps({"demand": named}))
+    return now
+
+
+def forecast(settings: Settings, now: datetime, **wanted: object) -> dict[str, float]:
+    """Planned rate of each model for minute 24, through source, gate and forecast as a run does it."""
+    (settings.home / "forecast.json").write_text(json.dumps(wanted))
+    if not (settings.home / "runs" / "r1").exists():
+        gated(settings, "r1", now).require()
+    for name in ("planned.parquet", "forecast.json"):
+        # what a run wrote it never writes otherwise
+        run_store(settings).find("r1").path(f"inputs/demand/{name}").unlink(missing_ok=True)
+    path = planning_demand(settings, "r1", now)
+    assert path.name == "planned.parquet"
+    table = read_file(path).table
+    assert table is not None
+    rows = demand_rows(table)
+    assert {row.interval_start for row in rows} == {NOON + timedelta(minutes=24)}
+    return {str(row.model): row.requests_per_s for row in rows}
+
+
+def test_a_seasonal_forecast_of_a_request_log_is_the_minute_a_season_ago_and_its_errors(settings: Settings) -> None:
+    """phi swings between 2 and 4/s with one minute of 6: errors -4, twenty of 0, 2 and 4; gpt-oss has gone silent.
+
+    Minute 24 is expected as minute 22 was, at 2/s. Of 23 errors the 0.95 quantile is the 22nd, 2; the 0.9 quantile the
+    21st, 0.
+    """
+    phi = [120 if minute % 2 == 0 else 240 for minute in range(24)]
+    phi[10] = 360
+    now = day_of_minutes(settings, phi, [90] * 22 + [0, 0])
+    found = forecast(settings, now, method="seasonal_naive", season=2, quantile=0.95)
+    assert found == pytest.approx({"phi-4-14b": 4.0, "qwen3-32b": 3.0, "gpt-oss-20b": 0.0})
+    found = forecast(settings, now, method="seasonal_naive", season=2, quantile=0.9)
+    assert found["phi-4-14b"] == pytest.approx(2.0)
+    # a season longer than the log: the last minute, 4/s, whose errors are 2 up or down
+    found = forecast(settings, now, method="seasonal_naive", season=288, quantile=0.95)
+    assert found["phi-4-14b"] == pytest.approx(4.0 + 2.0)
+
+
+def test_a_smoothed_forecast_of_a_request_log_follows_a_step_with_its_quantile(settings: Settings) -> None:
+    """phi steps from 2 to 4/s at minute 12: 2 too low there, then 1.8 by the weight 0.1 (all were equal till then),
+    then by 0.9 a tenth of the error each minute: at the end 4/s is expected, and the 22nd of 23 errors is 1.8."""
+    now = day_of_minutes(settings, [120] * 12 + [240] * 12, [90] * 24)
+    found = forecast(settings, now, method="smoothing", quantile=0.95)
+    assert found["phi-4-14b"] == pytest.approx(5.8)
+    assert found["gpt-oss-20b"] == pytest.approx(1.5)
+    # the 21st is the error of the third minute after the step, 0.02
+    found = forecast(settings, now, method="smoothing", quantile=0.9)
+    assert found["phi-4-14b"] == pytest.approx(4.02)
+    # one error of 2 in 23 is above the quantile
+    found = forecast(settings, now, method="last_value", quantile=0.95)
+    assert found["phi-4-14b"] == pytest.approx(4.0)
+
+
+def test_a_forecast_on_a_log_with_a_hole_takes_it_as_unknown(settings: Settings) -> None:
+    """Three minutes are missing with their file: no zero enters the forecast, and the notes count them."""
+    now = day_of_minutes(settings, [120] * 24, [90] * 24)
+    for name in ("requests.csv.1", "requests.csv.1.gz"):
+        (settings.home.parent / "logs" / name).unlink()
+    rows = [row for k in range(12) for model, n in ((PHI, 120), (QWEN, 180), (GPT, 90)) for row in steady(model, k, n)]
+    path = settings.home.parent / "logs" / "requests.csv.2"
+    path.write_text("\n".join(["TIMESTAMP,model,ContextTokens,GeneratedTokens", *rows, ""]))
+    found = forecast(settings, now, method="smoothing", quantile=0.95)
+    assert found == pytest.approx({"phi-4-14b": 2.0, "qwen3-32b": 3.0, "gpt-oss-20b": 1.5})
+    # minutes 11 and 15 are cut by the hole, 12 to 14 lie in it
+    notes = run_store(settings).find("r1").get_json("inputs/demand/forecast.json")["notes"]
+    assert notes["phi-4-14b"] == ["5 of 24 intervals unknown"]
+    record = run_store(settings).find("r1").get_json("inputs/demand/source.json")
+    assert (record["received"], record["expected"]) == (19, 24)
+    assert any("a file may be missing" in note for note in record["notes"])
 
 
 @pytest.mark.parametrize(
