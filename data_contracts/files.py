@@ -15,7 +15,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, Final, NamedTuple
@@ -46,16 +46,23 @@ FOREIGN: Final = {
 }
 MAX_BYTES: Final = 1 << 30
 MAX_CSV_BYTES: Final = 1 << 28
+MAX_CSV_CELLS: Final = 25_000_000
 MAX_UNPACKED_BYTES: Final = 1 << 32
+MAX_TEXT_BYTES: Final = 1 << 30
 MAX_PARQUET_ROWS: Final = 20_000_000
-"""Larger files are refused unread: they are not a table of this pipeline, and would take the machine's memory."""
+"""Larger files are refused unread: they are not a table of this pipeline, and would take the machine's memory.
+
+A small file may say that it repeats one long text, or one number, many times: what counts is what it would take here.
+``MAX_TEXT_BYTES``: all texts of a Parquet file, each counted as often as it is there.
+"""
 
 _END_OF_LINE: Final = re.compile(r"\r\n|\r|\n")
 _SEP_LINE: Final = re.compile(r"sep=(.)$", re.IGNORECASE)
 _PART: Final = re.compile(r"([a-z_]+)=([^/]+)")
 NOT_TEXT: Final = "neither Parquet nor UTF-8 text"
 CUT_OFF: Final = "the last line has no line end: the file may be cut off"
-_MAX_CELL: Final = 1_000_000
+MAX_CELL_BYTES: Final = 1_000_000
+_NUMBER_BYTES: Final = 8
 
 
 class FileFlaw(NamedTuple):
@@ -198,17 +205,97 @@ def _unreadable(source: str, text: str, value: str = "") -> RawTable:
 def _read_parquet(data: bytes, source: str) -> RawTable:
     try:
         about = pq.read_metadata(pa.BufferReader(data))
-        num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
-        if about.num_rows > MAX_PARQUET_ROWS:
-            return _unreadable(source, f"the file states more than {MAX_PARQUET_ROWS} rows", str(about.num_rows))
-        if num_bytes > MAX_UNPACKED_BYTES:
-            return _unreadable(source, f"the file states more than {MAX_UNPACKED_BYTES} bytes unpacked", str(num_bytes))
+        found = _too_much(about)
+        if found is not None:
+            return RawTable(table=None, flaws=(found,), source=source)
+        found = _too_long(data, [one.path for one in _leaves(about) if one.physical_type == "BYTE_ARRAY"])
+        if found is not None:
+            return RawTable(table=None, flaws=(found,), source=source)
         table = pq.read_table(pa.BufferReader(data))
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return _unreadable(source, "not a whole Parquet file (truncated or corrupt)", first_line)
     return RawTable(table=table, flaws=(), source=source)
+
+
+def _leaves(about: pq.FileMetaData) -> list[pq.ColumnSchema]:
+    return [about.schema.column(number) for number in range(about.num_columns)]
+
+
+def _too_much(about: pq.FileMetaData) -> FileFlaw | None:
+    """What the file's own description says is more than may be; nothing was unpacked yet."""
+    if about.num_rows > MAX_PARQUET_ROWS:
+        return FileFlaw(0, str(about.num_rows), f"the file states more than {MAX_PARQUET_ROWS} rows")
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    stated = sum(group.total_byte_size for group in groups)
+    numbers = texts = 0
+    for number, leaf in enumerate(_leaves(about)):
+        parts = [group.column(number) for group in groups]
+        numbers += sum(part.num_values for part in parts) * max(leaf.length or 0, _NUMBER_BYTES)
+        is_text = leaf.physical_type == "BYTE_ARRAY"
+        texts += sum(part.total_uncompressed_size for part in parts) if is_text else 0
+    if (most := max(stated, numbers)) > MAX_UNPACKED_BYTES:
+        return FileFlaw(0, str(most), f"the file holds more than {MAX_UNPACKED_BYTES} bytes unpacked")
+    if texts > MAX_TEXT_BYTES:
+        return FileFlaw(0, str(texts), f"the file holds more than {MAX_TEXT_BYTES} bytes of text")
+    return None
+
+
+def _too_long(data: bytes, paths: Sequence[str]) -> FileFlaw | None:
+    """A text that is longer than a cell may be, or texts that are more than may be once each row has its own."""
+    total = 0
+    for path in paths:
+        for array in _text_parts(data, path):
+            # a damaged file may point outside its dictionary
+            array.validate(full=True)
+            longest, num_bytes = _sizes(array)
+            total += num_bytes
+            if longest > MAX_CELL_BYTES:
+                text = f"a text in column {path.partition('.')[0]} is longer than {MAX_CELL_BYTES} bytes"
+                return FileFlaw(0, str(longest), text)
+            if total > MAX_TEXT_BYTES:
+                return FileFlaw(0, str(total), f"the file holds more than {MAX_TEXT_BYTES} bytes of text")
+    return None
+
+
+def _text_parts(data: bytes, path: str) -> Iterator[pa.Array]:
+    """A column of texts as dictionaries, so that one long text for many rows is there once.
+
+    One row group at a time: Arrow cannot join the dictionaries of lists.
+    """
+    file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=[path])
+    for number in range(file.num_row_groups):
+        yield from file.read_row_group(number, columns=[path]).columns[0].chunks
+
+
+def _sizes(array: pa.Array) -> tuple[int, int]:
+    """Bytes of the longest text at any depth, and of all texts if each stood by itself."""
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        inner = [array.storage]
+    elif pa.types.is_map(kind):
+        inner = [array.keys, array.items]
+    elif pa.types.is_struct(kind):
+        inner = array.flatten()
+    elif pa.types.is_nested(kind):
+        inner = [array.flatten()]
+    else:
+        return _value_sizes(array)
+    found = [_sizes(one) for one in inner]
+    return max((longest for longest, _ in found), default=0), sum(num_bytes for _, num_bytes in found)
+
+
+def _value_sizes(array: pa.Array) -> tuple[int, int]:
+    values = array.dictionary if pa.types.is_dictionary(array.type) else array
+    try:
+        sizes = pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False)
+    except pa.ArrowNotImplementedError:
+        # numbers beside the texts: how many there may be is bounded already
+        return 0, 0
+    if values is not array:
+        sizes = sizes[array.indices.drop_null().to_numpy()]
+    return int(sizes.max(initial=0)), int(sizes.sum(dtype="int64"))
 
 
 def _read_csv(data: bytes, source: str) -> RawTable:
@@ -220,8 +307,13 @@ def _read_csv(data: bytes, source: str) -> RawTable:
     body = _without_comments(text)
     if not body.strip():
         return _unreadable(source, "the file has no header and no rows")
+    body, separator = _separated(body)
+    # a cell takes a hundred bytes or more, however short it is
+    num_cells = body.count(separator) + body.count("\n") + body.count("\r")
+    if num_cells > MAX_CSV_CELLS:
+        return _unreadable(source, f"the CSV has more than {MAX_CSV_CELLS} cells: use Parquet", str(num_cells))
     try:
-        rows = _rows(body)
+        rows = _rows(body, separator)
     except csv.Error as error:
         return _unreadable(source, "not well-formed CSV (an open quote?)", str(error))
     return _table_of(rows, source, ends_whole=body.endswith(("\n", "\r")))
@@ -247,14 +339,17 @@ def _without_comments(text: str) -> str:
     return text
 
 
-def _rows(body: str) -> list[list[str]]:
-    csv.field_size_limit(_MAX_CELL)
+def _separated(body: str) -> tuple[str, str]:
+    """The text without a spreadsheet's ``sep=`` line, and what separates its cells."""
     header, *rest = _END_OF_LINE.split(body.lstrip("\r\n"), maxsplit=1)
     stated = _SEP_LINE.match(header)
     if stated and rest:
-        body = rest[0]
-        header = _END_OF_LINE.split(body, maxsplit=1)[0]
-    separator = stated[1] if stated else max(SEPARATORS, key=lambda one: (header.count(one), -SEPARATORS.index(one)))
+        return rest[0], stated[1]
+    return body, max(SEPARATORS, key=lambda one: (header.count(one), -SEPARATORS.index(one)))
+
+
+def _rows(body: str, separator: str) -> list[list[str]]:
+    csv.field_size_limit(MAX_CELL_BYTES)
     reader = csv.reader(io.StringIO(body, newline=""), delimiter=separator, strict=True)
     return [row for row in reader if row]
 

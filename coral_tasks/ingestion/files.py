@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from coral_tasks.cloud.aws import aws_call, aws_pages
 from coral_tasks.domain.errors import SourceFault
 from coral_tasks.ingestion.batch import SourceBatch
-from data_contracts.files import NotReadable, read_plain, shown_path
+from data_contracts.files import MAX_BYTES, NotReadable, read_plain, shown_path
 
 SUFFIXES: Final = (".csv", ".parquet")
 TEMPORARY: Final = (".tmp", ".part", ".crdownload")
@@ -98,6 +98,9 @@ class S3PrefixSource:
         if newest is None:
             message = f"{self.table}: no CSV or Parquet object under {address}"
             raise SourceFault(message)
+        if newest.size_bytes > MAX_BYTES:
+            message = f"{self.table}: {address} is larger than {MAX_BYTES} bytes"
+            raise SourceFault(message)
         data = self._content(newest.key)
         if len(data) != newest.size_bytes:
             message = f"{self.table}: {address} came with {len(data)} of {newest.size_bytes} bytes"
@@ -112,7 +115,7 @@ class S3PrefixSource:
 
     def _content(self, key: str) -> bytes:
         with aws_call(f"{self.table}: s3://{self.bucket}/{key}", SourceFault):
-            data: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            data: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read(MAX_BYTES + 1)
             return data
 
     def _listed(self) -> Sequence[_Listed]:

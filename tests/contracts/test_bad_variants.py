@@ -288,6 +288,103 @@ def test_files_that_state_more_than_a_table_holds_are_refused_unread(monkeypatch
     assert "use Parquet" in read_bytes(b"a,b\n" * 100, "f.csv").flaws[0].text
 
 
+REPEATED: dict[str, pa.Array] = {
+    "text": pa.array(["x" * 1000] * 300),
+    "large text": pa.array(["x" * 1000] * 300, pa.large_string()),
+    "a text view": pa.array(["x" * 1000] * 300, pa.string_view()),
+    "bytes": pa.array([b"x" * 1000] * 300),
+    "a dictionary": pa.array(["x" * 1000] * 300).dictionary_encode(),
+    "lists": pa.array([["x" * 1000, None], [], None] * 300),
+    "lists of lists": pa.array([[["x" * 1000]], [[], None]] * 300),
+    "structures": pa.array([{"a": "x" * 1000, "b": 1}] * 300),
+    "a mapping's values": pa.array([[("k", "x" * 1000)]] * 300, pa.map_(pa.string(), pa.string())),
+    "two texts": pa.array(["x" * 1000, "y" * 1000] * 150),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_long_text_that_a_short_file_repeats_counts_for_every_row(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """300 rows of a thousand bytes are 300,000 bytes, at any depth and of any type of text: at the limit, and above."""
+    data = io.BytesIO()
+    pq.write_table(pa.table({"n": range(len(REPEATED[kind])), "a": REPEATED[kind]}), data, row_group_size=500)
+    assert len(data.getvalue()) < 20_000
+    # the mapping's key of one letter counts too
+    exact = 300_300 if "mapping" in kind else 300_000
+    monkeypatch.setattr("data_contracts.files.MAX_TEXT_BYTES", exact)
+    whole = read_bytes(data.getvalue(), "f.parquet")
+    assert whole.table is not None
+    assert whole.table.column("a").to_pylist() == REPEATED[kind].to_pylist()
+    monkeypatch.setattr("data_contracts.files.MAX_TEXT_BYTES", exact - 1)
+    refused = read_bytes(data.getvalue(), "f.parquet")
+    assert refused.table is None
+    assert (refused.flaws[0].value, refused.flaws[0].text) == (
+        str(exact),
+        f"the file holds more than {exact - 1} bytes of text",
+    )
+
+
+def test_lists_of_texts_that_outgrew_their_dictionary_are_read_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary for a row group's first texts and none for the rest, as writers make it, in several row groups."""
+    lists = [[f"{k:04}{'x' * 96}"] for k in range(600)]
+    data = io.BytesIO()
+    pq.write_table(
+        pa.table({"a": lists}), data, dictionary_pagesize_limit=1000, write_batch_size=50, row_group_size=250
+    )
+    monkeypatch.setattr("data_contracts.files.MAX_TEXT_BYTES", 70_000)
+    whole = read_bytes(data.getvalue(), "f.parquet")
+    assert whole.table is not None
+    assert whole.table.column("a").to_pylist() == lists
+    monkeypatch.setattr("data_contracts.files.MAX_TEXT_BYTES", 59_999)
+    assert "bytes of text" in read_bytes(data.getvalue(), "f.parquet").flaws[0].text
+
+
+def test_a_text_in_parquet_is_no_longer_than_a_cell_of_csv_may_be() -> None:
+    """A million bytes in either; a byte more is refused with the column."""
+    for length, good in ((1_000_000, True), (1_000_001, False)):
+        data = io.BytesIO()
+        pq.write_table(pa.table({"a": ["x" * length, "y"]}), data)
+        raw = read_bytes(data.getvalue(), "f.parquet")
+        assert (raw.table is not None) == good
+        assert raw.flaws == () or raw.flaws[0].text == "a text in column a is longer than 1000000 bytes"
+        assert (read_bytes(f"a\n{'x' * length}\n".encode(), "f.csv").table is not None) == good
+
+
+def test_numbers_that_a_short_file_repeats_count_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number for 10,000 rows, and for 10,000 places of one row's list, is 80,000 bytes in each column."""
+    for column, count in ((pa.array([7] * 10_000), 10_000), (pa.array([[7] * 10_000]), 10_000)):
+        data = io.BytesIO()
+        pq.write_table(pa.table({"a": column, "b": column}), data)
+        assert len(data.getvalue()) < 5_000
+        for limit, good in ((16 * count, True), (16 * count - 1, False)):
+            monkeypatch.setattr("data_contracts.files.MAX_UNPACKED_BYTES", limit)
+            raw = read_bytes(data.getvalue(), "f.parquet")
+            assert (raw.table is not None) == good
+            assert good or raw.flaws[0].value == "160000"
+
+
+def test_texts_that_are_packed_tightly_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different texts without a dictionary, which the packing alone makes small."""
+    data = io.BytesIO()
+    texts = [f"{k}{'x' * 1000}" for k in range(300)]
+    pq.write_table(pa.table({"a": texts}), data, use_dictionary=False, compression="zstd")
+    assert len(data.getvalue()) < 20_000
+    monkeypatch.setattr("data_contracts.files.MAX_TEXT_BYTES", 300_000)
+    assert read_bytes(data.getvalue(), "f.parquet").flaws[0].text == "the file holds more than 300000 bytes of text"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_csv_of_many_short_cells_is_refused_before_it_is_cut_up(
+    monkeypatch: pytest.MonkeyPatch, separator: str, end: str
+) -> None:
+    """Each cell costs far more than its byte: at most so many, with any separator and line end."""
+    text = end.join([separator.join("ab")] + [separator.join("12")] * 50) + end
+    monkeypatch.setattr("data_contracts.files.MAX_CSV_CELLS", 153)
+    assert read_bytes(text.encode(), "f.csv").table is not None
+    monkeypatch.setattr("data_contracts.files.MAX_CSV_CELLS", 50)
+    assert read_bytes(text.encode(), "f.csv").flaws[0].text == "the CSV has more than 50 cells: use Parquet"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "being written"])
 def test_what_is_no_plain_file_is_a_finding(tmp_path: Path, kind: str) -> None:
     """A pipe without a writer, a device without end, a file that is being written: the reason at once, no waiting."""

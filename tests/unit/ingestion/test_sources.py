@@ -290,8 +290,8 @@ class Bucket:
         data = b"a,b\n1"[: 5 - self.cut]
 
         class Body:
-            def read(self) -> bytes:
-                return data
+            def read(self, most: int) -> bytes:
+                return data[:most]
 
         return {"Body": Body()}
 
@@ -303,6 +303,17 @@ def test_the_newest_whole_object_of_a_prefix_counts() -> None:
     assert (batch.data, batch.source) == (b"a,b\n1", "s3://b/demand/2.csv")
     with pytest.raises(SourceFault, match="3 of 5 bytes"):
         S3PrefixSource(table="demand", bucket="b", prefix="demand/", client=Bucket(cut=2))(NOW)
+
+
+def test_an_object_that_is_larger_than_a_table_may_be_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five bytes where four may be: refused by what the listing says; five where five may be are read."""
+    source = S3PrefixSource(table="demand", bucket="b", prefix="demand/", client=Bucket())
+    monkeypatch.setattr("coral_tasks.ingestion.files.MAX_BYTES", 5)
+    assert source(NOW).data == b"a,b\n1"
+    monkeypatch.setattr("coral_tasks.ingestion.files.MAX_BYTES", 4)
+    monkeypatch.setattr(Bucket, "get_object", None)
+    with pytest.raises(SourceFault, match=r"demand/2\.csv is larger than 4 bytes"):
+        source(NOW)
 
 
 def node(name: str) -> Node:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coral_tasks.domain.errors import StorageFault, ValidationFailed
-from coral_tasks.ingestion.trace_file import MAX_TOKENS, is_trace, read_trace
+from coral_tasks.ingestion.trace_file import MAX_TOKENS, is_trace, read_log, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 FIRST, SECOND = "2023-11-16 18:17:03.9799600,10,2", "2023-11-16 18:17:05.5000000,20,3"
@@ -181,3 +181,17 @@ def test_a_trace_is_told_by_the_names_in_its_first_line(tmp_path: Path) -> None:
     ):
         path.write_bytes(text.encode("latin-1"))
         assert is_trace(path) is answer
+
+
+def test_a_packed_trace_is_unpacked_up_to_what_a_csv_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file can hold terabytes: at the limit it is read, a byte above it is refused, in several members too."""
+    text = f"{HEADER}\n{FIRST}\n{SECOND}\n".encode()
+    path = tmp_path / "t.csv.gz"
+    for packed in (gzip.compress(text), gzip.compress(text[:50]) + gzip.compress(text[50:])):
+        path.write_bytes(packed)
+        for reader in (read_trace, read_log):
+            monkeypatch.setattr("coral_tasks.ingestion.trace_file.MAX_CSV_BYTES", len(text))
+            assert reader(path).prompt_tokens.tolist() == [10, 20]
+            monkeypatch.setattr("coral_tasks.ingestion.trace_file.MAX_CSV_BYTES", len(text) - 1)
+            with pytest.raises(StorageFault, match=f"holds more than {len(text) - 1} bytes once unpacked"):
+                reader(path)
