@@ -116,7 +116,7 @@ def instance_lives(epochs: Sequence[PlanEpoch], options: SimulationOptions) -> l
     ended: list[Life] = []
     numbers: dict[tuple[TemplateId, RegionId, Market], int] = defaultdict(int)
     for k, epoch in enumerate(epochs):
-        delay = options.startup_s if k or options.cold_start else 0.0
+        delay = _startup_delay_s(k, options)
         wanted = {(row.template, row.region, row.market): row.count for row in epoch.plan.instances}
         for key in sorted(set(wanted) | set(running)):
             lives = running[key]
@@ -127,6 +127,11 @@ def instance_lives(epochs: Sequence[PlanEpoch], options: SimulationOptions) -> l
                 numbers[key] += 1
     alive = [life for lives in running.values() for life in lives]
     return sorted([*ended, *alive], key=lambda one: (one.template.model, *one.key, one.number))
+
+
+def _startup_delay_s(number: int, options: SimulationOptions) -> float:
+    """Seconds from an epoch's start until its newcomers are ready, the leaving drain and its routes are in force."""
+    return options.startup_s if number or options.cold_start else 0.0
 
 
 def _born(epoch: PlanEpoch, key: tuple[TemplateId, RegionId, Market], number: int, delay: float) -> Life:
@@ -155,7 +160,11 @@ def _until(life: Life, drain_s: float) -> Life:
 
 
 def stage_shapes(template: ServingTemplate, shape: RequestShape, options: SimulationOptions) -> list[StageShape]:
-    """Each stage's nodes with timings and shares; a node's share follows its own rate at the stage's latency."""
+    """Each stage's nodes with timings and shares.
+
+    A node's share follows its own rate at the stage's latency, but no more than its cache sustains: that is how the
+    profile tables rate it, and the node of the least cache for its share bounds the whole instance.
+    """
     return [_stage_shape(template, stage, shape, options) for stage in template.placement.stages]
 
 
@@ -163,8 +172,11 @@ def _stage_shape(
     template: ServingTemplate, stage: Stage, shape: RequestShape, options: SimulationOptions
 ) -> StageShape:
     timings = [_node_timing(template, stage, name, shape, options) for name in stage.nodes]
-    tau = stage.num_quanta / template.placement.total_quanta * template.slo.limit_s(template.phase)
-    rates = [_rate(timing, template.phase, tau, shape) for timing in timings]
+    limit_s = template.slo.limit_s(template.phase)
+    tau = stage.num_quanta / template.placement.total_quanta * limit_s
+    rates = [
+        min(_rate(one, template.phase, tau, shape), _held(one, template.phase, shape) / limit_s) for one in timings
+    ]
     total = sum(rates)
     nodes = tuple(_NodeShare(timing=timing, share=rate / total) for timing, rate in zip(timings, rates, strict=True))
     return StageShape(nodes=nodes)
@@ -193,6 +205,12 @@ def _rate(timing: StageTiming, phase: Phase, tau: float, shape: RequestShape) ->
     per_unit = timing.per_prompt_token_s if phase is Phase.PREFILL else decode
     batch = max((tau - timing.fixed_s) / per_unit, 1.0) if per_unit > 0 else float(timing.max_batch_sequences)
     return batch / (timing.fixed_s + per_unit * batch)
+
+
+def _held(timing: StageTiming, phase: Phase, shape: RequestShape) -> float:
+    """Tokens (prefill) or sequences whose cache a node holds; each stays for the whole limit (Little's law)."""
+    per_unit = 1.0 if phase is Phase.PREFILL else shape.mean_prompt_tokens + shape.mean_output_tokens
+    return timing.kv_capacity_tokens / per_unit
 
 
 def instance_weights(
@@ -388,14 +406,17 @@ def _controls(
     shapes: Mapping[ModelId, RequestShape],
     options: SimulationOptions,
 ) -> list[tuple[float, int, int, float]]:
-    """Control events (time, instance, action, value) in the order in which they are pushed."""
+    """Control events (time, instance, action, value) in the order in which they are pushed.
+
+    Routes follow docs/protocol.md: a plan's weights, of those that stay and those that are new, come into force when
+    the new ones are ready; until then the fleet of the plan before serves by its own weights.
+    """
     found: list[tuple[float, int, int, float]] = []
-    for epoch in epochs:
-        active = [i for i, life in enumerate(lives) if life.start_s <= epoch.start_s < life.drain_s]
-        wanted = {(row.template, row.region, row.market) for row in epoch.plan.instances}
-        kept = [i for i in active if lives[i].key in wanted]
-        weights = instance_weights(epoch.plan, lives, kept, shapes)
-        found += [(epoch.start_s, i, SET_WEIGHT, weight) for i, weight in weights.items()]
+    for k, epoch in enumerate(epochs):
+        moment = epoch.start_s + _startup_delay_s(k, options)
+        routed = [i for i, life in enumerate(lives) if life.start_s <= epoch.start_s and life.drain_s > moment]
+        weights = instance_weights(epoch.plan, lives, routed, shapes)
+        found += [(moment, i, SET_WEIGHT, weight) for i, weight in weights.items()]
     for i, life in enumerate(lives):
         found.append((life.ready_s, i, MAKE_READY, 0.0))
         if math.isfinite(life.drain_s):

@@ -19,8 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coral_tasks.domain.errors import UnknownName
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
+from coral_tasks.domain.models import RequestShape
+from coral_tasks.domain.names import Phase
 from coral_tasks.domain.validation import Checks
 from coral_tasks.tasks.comparing import (
     START,
@@ -38,6 +43,9 @@ if TYPE_CHECKING:
     from coral_tasks.simulation import RequestTrace
 
 INTERVAL_S: Final = 300.0
+SMALL: Final = 1e-6
+"""Share of a rate that is rounding, no shortage."""
+
 POLICIES: Final = ("last", "oracle", "peak")
 """last: plan on the last interval's demand times the margin. oracle: on the demand to come. peak: once, for the day's
 highest rates."""
@@ -217,21 +225,42 @@ def plan_day(request: BacktestRequest, day: Day, policy: str) -> list[Allocation
 def expected_demand(request: BacktestRequest, day: Day, policy: str, interval: int) -> tuple[Demand, ...]:
     """What the policy plans on at the start of an interval."""
     if policy == "oracle":
-        return _highest(day.intervals[interval : interval + request.every], 1.0)
+        return covering_demand(day.intervals[interval : interval + request.every])
     if policy == "peak":
-        return _highest(day.intervals, 1.0)
+        return covering_demand(day.intervals)
     before = day.intervals[interval - 1] if interval else day.intervals[0]
-    return _highest([before], request.margin)
+    return covering_demand([before], request.margin)
 
 
-def _highest(intervals: Sequence[Sequence[Demand]], factor: float) -> tuple[Demand, ...]:
-    """Each model's row of the highest rate, times the factor."""
-    by_model: dict[str, Demand] = {}
+def covering_demand(intervals: Sequence[Sequence[Demand]], factor: float = 1.0) -> tuple[Demand, ...]:
+    """One row for each model that asks for what the most asking interval does, of each kind apart, times the factor.
+
+    Rate: the highest. Mean lengths: such that rate times length is the most tokens/s of any interval, since the
+    interval of most requests need not be the one of most prompt or output tokens. p95: the longest.
+    """
+    by_model: dict[str, list[Demand]] = {}
     for rows in intervals:
         for row in rows:
-            if row.model not in by_model or row.requests_per_s > by_model[row.model].requests_per_s:
-                by_model[row.model] = row
-    return tuple(dataclasses.replace(row, requests_per_s=row.requests_per_s * factor) for row in by_model.values())
+            by_model.setdefault(row.model, []).append(row)
+    return tuple(_covering_row(rows, factor) for rows in by_model.values())
+
+
+def _covering_row(rows: Sequence[Demand], factor: float) -> Demand:
+    rate = max(row.requests_per_s for row in rows)
+    if rate == 0:
+        return rows[0]
+    asking = [row for row in rows if row.requests_per_s > 0]
+
+    def mean(name: str) -> float:
+        return max(row.requests_per_s * float(getattr(row.shape, name)) for row in asking) / rate
+
+    shape = RequestShape(
+        mean_prompt_tokens=mean("mean_prompt_tokens"),
+        p95_prompt_tokens=max(row.shape.p95_prompt_tokens for row in asking),
+        mean_output_tokens=mean("mean_output_tokens"),
+        p95_output_tokens=max(row.shape.p95_output_tokens for row in asking),
+    )
+    return dataclasses.replace(rows[0], requests_per_s=rate * factor, shape=shape)
 
 
 def judge_day(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> dict[str, Any]:
@@ -239,11 +268,11 @@ def judge_day(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan
     asked = short = 0.0
     short_intervals = 0
     for k, rows in enumerate(day.intervals):
-        capacity = capacities(plans[k // request.every])
-        missing = [max(row.requests_per_s - capacity.get(row.model, 0.0), 0.0) for row in rows]
+        plan = plans[k // request.every]
+        missing = [max(row.requests_per_s - capacity(plan, row), 0.0) for row in rows]
         asked += sum(row.requests_per_s for row in rows)
         short += sum(missing)
-        short_intervals += any(value > 1e-9 for value in missing)
+        short_intervals += any(value > SMALL * row.requests_per_s for value, row in zip(missing, rows, strict=True))
     started, startup = _started(request, plans)
     hours = request.every * INTERVAL_S / 3600
     nodes = sum(plan.certificate.cost_usd_per_hour * hours for plan in plans)
@@ -258,13 +287,26 @@ def judge_day(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan
     return found if not request.simulate else {**found, **_simulated(request, day, plans)}
 
 
-def capacities(plan: AllocationPlan) -> dict[str, float]:
-    """Requests/s that a plan's instances carry, by model, from its own served rates."""
-    found: dict[str, float] = {}
-    for row in plan.served:
-        rate = row.disaggregated_requests_per_s + row.aggregated_requests_per_s
-        found[row.model] = found.get(row.model, 0.0) + rate
-    return found
+def capacity(plan: AllocationPlan, row: Demand) -> float:
+    """Requests/s of a row's model and lengths that a plan's instances carry.
+
+    In each region the lesser of prefill and decode, since the cache stays there, and the aggregated ones. By the row's
+    own lengths: a plan made for long prompts and short answers carries fewer requests whose answers are long.
+    """
+    by_region: dict[str, dict[Phase, float]] = {}
+    for one in plan.instances:
+        template = plan.template(one.template)
+        if template.model == row.model:
+            phases = by_region.setdefault(one.region, {})
+            phases[template.phase] = phases.get(template.phase, 0.0) + one.count * template.throughput
+    return sum(
+        phases.get(Phase.AGGREGATED, 0.0)
+        + min(
+            phases.get(Phase.PREFILL, 0.0) / row.shape.mean_prompt_tokens,
+            phases.get(Phase.DECODE, 0.0) / row.shape.mean_output_tokens,
+        )
+        for phases in by_region.values()
+    )
 
 
 def _started(request: BacktestRequest, plans: Sequence[AllocationPlan]) -> tuple[int, float]:
@@ -301,7 +343,7 @@ def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPla
 
 
 def day_trace(request: BacktestRequest, day: Day) -> RequestTrace:
-    """Poisson requests at each interval's rate, with lengths of a trace where there is one, else of the shape."""
+    """Poisson requests at each interval's rate, with the interval's lengths: drawn from a trace, else log-normal."""
     from coral_tasks.simulation import merge_traces, poisson_trace
 
     recorded = _recorded_lengths(request, day)
@@ -313,9 +355,49 @@ def day_trace(request: BacktestRequest, day: Day) -> RequestTrace:
             seed = (request.seed * 100_003 + k) * len(rows) + m
             part = poisson_trace({row.model: (row.requests_per_s, row.shape)}, duration_s=INTERVAL_S, seed=seed)
             if row.model in recorded:
-                part = drawn_lengths(part, recorded[row.model], seed=(request.seed, k, m))
+                source = recorded[row.model]
+                source = source if day.recorded else _same_time(source, row)
+                part = stretched(drawn_lengths(part, source, seed=(request.seed, k, m)), source, row.shape)
             parts.append(dataclasses.replace(part, arrival_s=part.arrival_s + k * INTERVAL_S))
     return merge_traces(parts)
+
+
+def _same_time(hour: RequestTrace, row: Demand) -> RequestTrace:
+    """Requests of the hour's twelfth from which the setup's day took the row's lengths (``trace_demand``'s rule)."""
+    from coral_tasks.ingestion.trace_demand import INTERVALS_PER_HOUR, MIN_REQUESTS_FOR_SHAPE
+
+    place = (row.interval_start.minute * 60 + row.interval_start.second) // int(INTERVAL_S)
+    bins = np.floor(hour.arrival_s / max(hour.duration_s, 1e-9) * INTERVALS_PER_HOUR).astype(np.int64)
+    mine = np.minimum(bins, INTERVALS_PER_HOUR - 1) == place
+    if mine.sum() < MIN_REQUESTS_FOR_SHAPE:
+        return hour
+    return dataclasses.replace(
+        hour,
+        arrival_s=hour.arrival_s[mine],
+        model=hour.model[mine],
+        prompt_tokens=hour.prompt_tokens[mine],
+        output_tokens=hour.output_tokens[mine],
+    )
+
+
+def stretched(trace: RequestTrace, source: RequestTrace, shape: RequestShape) -> RequestTrace:
+    """Lengths drawn from ``source`` times what brings its means to those of ``shape``; at least one token.
+
+    What a policy is told is then what comes, whatever trace gives the lengths their spread.
+    """
+    prompt = shape.mean_prompt_tokens / source.prompt_tokens.mean()
+    output = shape.mean_output_tokens / source.output_tokens.mean()
+    return dataclasses.replace(
+        trace,
+        prompt_tokens=_whole(trace.prompt_tokens * prompt),
+        output_tokens=_whole(trace.output_tokens * output),
+    )
+
+
+def _whole(tokens: NDArray[np.float64]) -> NDArray[np.int64]:
+    from coral_tasks.simulation.trace import MAX_TOKENS
+
+    return np.clip(np.rint(tokens), 1, MAX_TOKENS).astype(np.int64)
 
 
 def _recorded_lengths(request: BacktestRequest, day: Day) -> dict[str, RequestTrace]:

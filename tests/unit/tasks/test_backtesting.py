@@ -1,7 +1,9 @@
 """Planning policies over an hour of the recorded day, on small node combinations."""
 
+import importlib.util
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +11,24 @@ from coral_tasks.catalog import load_catalog
 from coral_tasks.domain.errors import UnknownName, ValidationFailed
 from coral_tasks.domain.market import Demand, NodeAvailability
 from coral_tasks.domain.models import RequestShape
-from coral_tasks.domain.names import Market, RegionId
+from coral_tasks.domain.names import Market, Phase, RegionId
 from coral_tasks.ingestion.batch import parquet_bytes
 from coral_tasks.ingestion.rows import availability_table, demand_table, price_table
-from coral_tasks.tasks.backtesting import BacktestRequest, backtest, day_trace, expected_demand, read_day
+from coral_tasks.tasks.backtesting import (
+    BacktestRequest,
+    backtest,
+    capacity,
+    covering_demand,
+    day_trace,
+    expected_demand,
+    read_day,
+)
 from coral_tasks.tasks.demand import TRACE_OF
 from coral_tasks.tasks.recorded_day import read_demand_record, read_prices
+
+_SPEC = importlib.util.spec_from_file_location("fleet_kit", Path(__file__).parents[1] / "simulation" / "fleet_kit.py")
+kit = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(kit)
 
 
 def test_policies_differ_as_they_must(tmp_path):
@@ -137,18 +151,83 @@ def test_records_are_read_up_to_a_moment(tmp_path):
         read_prices(tmp_path / "twice.parquet")
 
 
-def test_simulated_requests_take_the_lengths_of_a_trace(tmp_path):
-    """With traces the lengths are those of the trace, prompt and answer together; other models keep their shape."""
+def write_traces(folder, pairs):
+    """Both Azure traces with a request each second, whose lengths are ``pairs`` in turn."""
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-    for second in range(60):
-        prompt, answer = ((100, 10), (300, 30))[second % 2]
-        lines.append(f"2023-11-16 18:00:{second:02}.0,{prompt},{answer}")
+    for second, (prompt, answer) in enumerate(pairs):
+        lines.append(f"2023-11-16 18:{second // 60:02}:{second % 60:02}.0,{prompt},{answer}")
     for kind in ("conv", "code"):
-        (tmp_path / f"azure_{kind}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / f"azure_{kind}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def pairs_of(trace, model, first_s=0.0, last_s=float("inf")):
+    """Different (prompt, answer) of a model's requests that arrive in [first, last)."""
+    mine = trace.model == trace.models.index(model)
+    mine &= (trace.arrival_s >= first_s) & (trace.arrival_s < last_s)
+    return set(zip(trace.prompt_tokens[mine].tolist(), trace.output_tokens[mine].tolist(), strict=True))
+
+
+def test_simulated_requests_have_the_means_of_the_record_and_the_spread_of_a_trace(tmp_path):
+    """A trace of (100, 10) and (300, 30), means 200 and 20, under a record of 600 and 100: times 3 and 5, together.
+
+    A model that follows no trace keeps its record's own spread.
+    """
+    write_traces(tmp_path, [((100, 10), (300, 30))[second % 2] for second in range(60)])
     request = replace(recorded(tmp_path, {0: 1.0}), traces=tmp_path)
     trace = day_trace(request, read_day(request))
     for k, model in enumerate(trace.models):
-        mine = trace.model == k
-        pairs = set(zip(trace.prompt_tokens[mine].tolist(), trace.output_tokens[mine].tolist(), strict=True))
-        assert (pairs == {(100, 10), (300, 30)}) == (model in TRACE_OF)
-        assert mine.sum() == pytest.approx(7200, rel=0.05)  # 2 requests/s for an hour
+        assert (pairs_of(trace, model) == {(300, 50), (900, 150)}) == (model in TRACE_OF)
+        assert (trace.model == k).sum() == pytest.approx(7200, rel=0.05)  # 2 requests/s for an hour
+
+
+def test_requests_of_the_setups_day_have_the_lengths_of_their_own_time(tmp_path):
+    """The day repeats an hour in twelfths: requests of an interval come from its twelfth, at the interval's mean.
+
+    In this trace the k-th twelfth has (100 k, 10 k) only (k from 1), so each interval has one pair: the day's means.
+    """
+    write_traces(tmp_path, [(100 * (1 + second // 300), 10 * (1 + second // 300)) for second in range(3600)])
+    request = BacktestRequest(work=tmp_path, hours=1.0, traces=tmp_path)
+    day = read_day(request)
+    trace = day_trace(request, day)
+    for k, rows in enumerate(day.intervals):
+        for row in rows:
+            if row.model in TRACE_OF:
+                means = (round(row.shape.mean_prompt_tokens), round(row.shape.mean_output_tokens))
+                assert pairs_of(trace, row.model, 300.0 * k, 300.0 * (k + 1)) == {means}
+
+
+def test_a_covering_demand_asks_for_the_most_of_each_kind():
+    """4/s of (100, 50) and 5/s of (60, 100): 5/s, 400 / 5 = 80 prompt and 500 / 5 = 100 output tokens, times 1.1.
+
+    The interval of most requests has fewer prompt tokens/s (300) than the other (400). p95 is the longest; an interval
+    without requests asks for nothing, however long they would be.
+    """
+    shapes = [(100, 300, 50, 90), (60, 200, 100, 120), (9000, 9000, 9000, 9000)]
+    names = ("mean_prompt_tokens", "p95_prompt_tokens", "mean_output_tokens", "p95_output_tokens")
+    intervals = [
+        [demand_row("m", 5 * k, requests_per_s=rate, shape=RequestShape(**dict(zip(names, values, strict=True))))]
+        for k, (rate, values) in enumerate(zip((4.0, 5.0, 0.0), shapes, strict=True))
+    ]
+    (row,) = covering_demand(intervals, 1.1)
+    assert row.requests_per_s == pytest.approx(5.5)
+    assert [getattr(row.shape, name) for name in names] == pytest.approx([80, 300, 100, 120])
+    (nothing,) = covering_demand(intervals[2:])
+    assert nothing.requests_per_s == 0
+
+
+def test_a_plan_carries_fewer_requests_of_longer_answers():
+    """1000 prompt and 200 output tokens/s: of (100, 20) requests 10/s, of (100, 50) 4/s, of (500, 20) 2/s.
+
+    Another region adds its own lesser phase: with decode alone it adds nothing.
+    """
+    prefill, decode = kit.template(Phase.PREFILL, throughput=1000.0), kit.template(Phase.DECODE, throughput=200.0)
+    plan = kit.plan((prefill, 1), (decode, 1), (decode, 3, "r2"))
+
+    def carried(prompt, answer):
+        shape = RequestShape(
+            mean_prompt_tokens=prompt, p95_prompt_tokens=prompt, mean_output_tokens=answer, p95_output_tokens=answer
+        )
+        return capacity(plan, demand_row("m", 0, shape=shape))
+
+    assert [carried(100, 20), carried(100, 50), carried(500, 20)] == pytest.approx([10.0, 4.0, 2.0])
+    assert capacity(plan, demand_row("other", 0)) == 0
