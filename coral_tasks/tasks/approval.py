@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 QUESTION: Final = "approval.json"
 ANSWER: Final = "answer.json"
 MAX_SENTENCES: Final = 8
+ONE_AT_A_TIME: Final = (
+    "until the answer, or the end of its time, no other allocation run starts: the fleet follows no new demand and no"
+    " new price"
+)
 
 
 def reasons(settings: Settings, change: Change) -> list[str]:
@@ -202,6 +206,7 @@ def body(
     parts = [
         f"**{_plain(_headline(change))}**",
         _list("Asked because", why),
+        f"Meanwhile: {ONE_AT_A_TIME}.",
         _list("Starts", change.started),
         _list("Stops", change.stopped),
         _list("Dips on the way", dips) or "No model's capacity dips on the way.",

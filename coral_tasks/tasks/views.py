@@ -27,7 +27,7 @@ from coral_tasks.domain.errors import CoralError, StorageFault, UnknownName, Val
 from coral_tasks.domain.fleet import Fleet
 from coral_tasks.domain.transition import CapacityDip, NodeRequest, Step, Unplaced
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import planning
+from coral_tasks.tasks import approval, planning
 from coral_tasks.tasks.inputs import load_inputs, run_store
 from coral_tasks.tasks.nightly import library_address
 
@@ -525,9 +525,10 @@ def _waiting(folder: _Folder, now: datetime) -> Values | None:
         until = datetime.fromisoformat(found["asked_at"]) + timedelta(seconds=found["timeout_s"])
     except (StorageFault, ValueError):
         return None
-    return (
-        {"run": folder.id, "why": found["why"], "until": until.isoformat(timespec="seconds")} if until > now else None
-    )
+    if until <= now:
+        return None
+    why = [*found["why"], approval.ONE_AT_A_TIME]
+    return {"run": folder.id, "why": why, "until": until.isoformat(timespec="seconds")}
 
 
 # Plan ------------------------------------------------------------------------------------------------------------

@@ -322,7 +322,9 @@ def test_a_question_that_waits_is_announced_until_answered_or_over(tmp_path: Pat
     write(run / "approval.json", question)
     seen = views.overview(settings(tmp_path), now=NOW)
     assert [one["run"] for one in seen["waiting"]] == [run.name]
-    assert "the cost &lt;doubles&gt;" in dashboard.overview_page(seen)
+    page = dashboard.overview_page(seen)
+    assert "the cost &lt;doubles&gt;" in page
+    assert "no other allocation run starts" in page
     assert views.overview(settings(tmp_path), now=NOW.replace(hour=13))["waiting"] == []
     answer = {"asked_at": NOW.isoformat(), "approved": False, "by": "<b>Ann</b>", "timed_out": False}
     write(run / "answer.json", {**answer, "at": NOW.isoformat()})
