@@ -22,9 +22,11 @@ NUMBER: Final = r"^[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$"
 NOT_FINITE: Final = r"(?i)^[+-]?(?:nan|inf|infinity)$"
 SEPARATED: Final = r"^[+-]?[0-9]{1,3}(?:[,.'’   _][0-9]{3})*(?:[,.][0-9]+)?$"
 TIME: Final = (
-    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?"
-    r"(?: ?(?:Z|z|UTC|[+-][0-9]{2}:?[0-9]{2}))$"
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?"
+    r"(?: ?(?:[Zz]|UTC|[+-][0-9]{2}(?::?[0-9]{2})?))$"
 )
+"""ISO 8601, and what PostgreSQL (+00) and BigQuery (UTC) write."""
+
 ZONELESS: Final = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?)?$"
 FLAT_LIST: Final = r"^[ \t\r\n]*\[[^\[\]]*\][ \t\r\n]*$"
 _SAFE_INTEGER: Final = 2.0**53
@@ -352,7 +354,7 @@ def _parse_times(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFl
     trimmed = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
     readable = pc.fill_null(pc.match_substring_regex(trimmed, TIME), fill_value=True)
     kept = pc.if_else(readable, trimmed, pa.scalar(None, pa.string()))
-    times = pd.to_datetime(kept.to_pandas(), utc=True, format="ISO8601", errors="coerce")
+    times = pd.to_datetime(_as_iso(kept).to_pandas(), utc=True, format="ISO8601", errors="coerce")
     flaws = [
         CellFlaw(row, column.name, array[row].as_py(), _time_text(column.name, trimmed[row].as_py()), "time")
         for row in np.flatnonzero(times.isna().to_numpy() & ~_null_mask(trimmed)).tolist()
@@ -366,6 +368,12 @@ def _parse_times(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFl
         for row in np.flatnonzero(beyond).tolist()
     ]
     return pa.array(micros, type=pa.timestamp("us"), mask=np.isnat(micros) | beyond).cast(column.type), flaws
+
+
+def _as_iso(texts: pa.Array) -> pa.Array:
+    """Times as pandas reads them: with a large T and Z."""
+    upper = pc.utf8_upper(texts)
+    return pc.replace_substring_regex(upper, " ?(?:UTC|Z)$", "Z")
 
 
 def _time_text(name: str, value: str) -> str:

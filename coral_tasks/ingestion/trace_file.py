@@ -50,7 +50,7 @@ MAX_TOLD: Final = 1000
 _GZIP: Final = b"\x1f\x8b"
 _UNPACK_AT_ONCE: Final = 1 << 20
 _LOCAL: Final = r"-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?"
-_ZONE: Final = r"(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})"
+_ZONE: Final = r"(?P<zone>Z|[+-][0-9]{2}(?::?[0-9]{2})?)"
 _TIME: Final = re.compile(f"[0-9]{{4}}{_LOCAL}{_ZONE}?")
 _NEAR_YEAR: Final = "(?:19[789]|20[0-9]|21[0-9])[0-9]"
 """Years that fit nanoseconds in 64 bits."""
@@ -216,6 +216,9 @@ def _as_text(name: str, title: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
         rule = f"column {title} has type {column.type}, which holds no times, counts or names"
         raise ValidationFailed([_violation(name, 0, str(error).split("\n", 1)[0][:200], rule)]) from error
     trimmed = pc.utf8_trim_whitespace(text)
+    if title == COLUMNS[0]:
+        # as BigQuery writes it
+        trimmed = pc.replace_substring_regex(trimmed, " ?UTC$", "Z")
     return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
 
 

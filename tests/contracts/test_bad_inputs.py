@@ -155,6 +155,10 @@ SAME: list[tuple[str, bytes]] = [
     ("exponent", demand_csv({"requests_per_s": "1e1"}).encode()),
     ("Central European time", demand_csv({"interval_start": "2026-11-29T13:00:00+01:00"}).encode()),
     ("Z", demand_csv({"interval_start": "2026-11-29 12:00:00Z"}).encode()),
+    ("small letters", demand_csv({"interval_start": "2026-11-29t12:00:00z"}).encode()),
+    ("BigQuery's time", demand_csv({"interval_start": "2026-11-29 12:00:00.000000 UTC"}).encode()),
+    ("PostgreSQL's time", demand_csv({"interval_start": "2026-11-29 13:00:00+01"}).encode()),
+    ("India", demand_csv({"interval_start": "2026-11-29 17:30:00 +0530"}).encode()),
     ("blank lines", demand_csv({}).encode() + b"\n\n"),
 ]
 

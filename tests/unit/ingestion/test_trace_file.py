@@ -48,6 +48,8 @@ SAME: dict[str, Callable[[str], bytes]] = {
     "Berlin": lambda text: (
         text.replace("16 18", "16 19").replace("600,10", "600+01:00,10").replace("000,20", "000+01:00,20").encode()
     ),
+    "BigQuery's UTC": lambda text: text.replace("0,10", "0 UTC,10").replace("0,20", "0 UTC,20").encode(),
+    "PostgreSQL's +00": lambda text: text.replace("0,10", "0+00,10").replace("0,20", "0+00,20").encode(),
     "a comment": lambda text: b"# from the gateway\n" + text.encode(),
     "another column": lambda text: text.replace("\n", ",note\n").encode(),
     "other order": lambda _: (
