@@ -260,9 +260,12 @@ def _without_nan(column: Column, array: pa.Array, flaws: list[CellFlaw]) -> tupl
 
 
 def _read_numbers(column: Column, array: pa.Array) -> tuple[pa.Array, list[CellFlaw]]:
+    if pa.types.is_decimal(array.type):
+        # Arrow's own cast is a last bit off for some values
+        array = array.cast(pa.string())
     if pa.types.is_string(array.type):
         return _parse_numbers(column, array)
-    numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_decimal(array.type)
+    numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
     if not numeric:
         return _wrong_type(column, array)
     if pa.types.is_floating(column.type):

@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,6 +55,26 @@ def test_a_list_cell_that_is_no_list_of_whole_numbers_is_refused_in_its_row(cell
     assert "must be a list of whole numbers" in found.flaws[0].text
     assert found.table is not None
     assert found.table.column("stage_layers").to_pylist() == [texts[0], None]
+
+
+@pytest.mark.parametrize("kind", [pa.decimal32(9, 5), pa.decimal128(30, 10), pa.decimal256(50, 12)], ids=str)
+def test_a_decimal_is_the_number_that_its_digits_say(kind: pa.DataType) -> None:
+    """To the last bit, as the same digits in CSV; a count with a fraction is no count."""
+    texts = ["0.8048", "10.49264", "20.02809", "0.1", "1154.7"]
+    exact = [Decimal(text) for text in texts]
+    rows = PRICES.example_table(NOW)
+    place = rows.schema.get_field_index("price_usd_per_hour")
+    read = coerce(PRICES, rows.set_column(place, "price_usd_per_hour", pa.array(exact, kind)))
+    assert read.flaws == ()
+    assert read.table is not None
+    assert read.table.column("price_usd_per_hour").to_pylist() == [0.8048, 10.49264, 20.02809, 0.1, 1154.7]
+    nodes = contract_of("availability").example_table(NOW)
+    place = nodes.schema.get_field_index("available_nodes")
+    cells = pa.array([Decimal("7.00"), Decimal("1.5"), None], kind)
+    found = coerce(contract_of("availability"), nodes.set_column(place, "available_nodes", cells))
+    assert [(flaw.row, flaw.rule) for flaw in found.flaws] == [(1, "number")]
+    assert found.table is not None
+    assert found.table.column("available_nodes").to_pylist() == [7, None, None]
 
 
 def test_lists_of_wider_types_keep_their_numbers() -> None:
