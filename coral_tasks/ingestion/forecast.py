@@ -96,7 +96,8 @@ def one_step(rates: Rates, method: Method, season: int) -> Rates:
     if method is Method.LAST_VALUE:
         return last
     if method is Method.SEASONAL_NAIVE:
-        before = np.concatenate([np.full(season, np.nan), rates])[: len(rates) + 1]
+        # a season longer than the history has no value in it
+        before = np.concatenate([np.full(min(season, len(rates) + 1), np.nan), rates])[: len(rates) + 1]
         return np.where(np.isnan(before), last, before)
     return _smoothed(rates)
 
@@ -166,6 +167,9 @@ def backtest(name: str, rates: Rates, settings: ForecastSettings, *, warmup: int
 
     Raises ValidationFailed if fewer than two intervals can be compared.
     """
+    checks = Checks("backtest", name)
+    checks.require(warmup >= 0, "warmup must not be negative", warmup)
+    checks.raise_if_any()
     expected = one_step(rates, settings.method, settings.season)[:-1]
     errors = rates - expected
     judged = [t for t in range(max(1, warmup), rates.size) if not np.isnan(errors[t])]
@@ -274,7 +278,7 @@ def trace_rates(offset_s: Rates, interval_s: float, duration_s: float | None = N
     """Requests/s of each whole interval of a trace (offsets in seconds, shape (N,)); the cut-off last one is left out.
 
     ``duration_s``: of the whole trace, where these are the requests of one of its models; None: to the last one.
-    Raises ValidationFailed for an interval that is not positive or longer than the trace.
+    Raises ValidationFailed for an interval that is not positive, longer than the trace, or far too short for it.
     """
     checks = Checks("trace")
     checks.positive(interval_s=interval_s)
@@ -282,6 +286,7 @@ def trace_rates(offset_s: Rates, interval_s: float, duration_s: float | None = N
     until = duration_s if duration_s is not None else float(offset_s.max(initial=0.0))
     whole = int(until // interval_s)
     checks.require(whole >= 2, "the trace must last two intervals", whole)
+    checks.require(whole <= MAX_INTERVALS, f"a series must span at most {MAX_INTERVALS} intervals", whole)
     checks.raise_if_any()
     places = np.floor(offset_s / interval_s).astype(np.int64)
     return np.bincount(places, minlength=whole)[:whole] / interval_s

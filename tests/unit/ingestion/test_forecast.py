@@ -138,3 +138,24 @@ def test_settings_check_themselves(changes: dict[str, float]) -> None:
     """Quantile inside (0, 1), season at least one, gap not negative."""
     with pytest.raises(ValidationFailed, match=next(iter(changes))):
         ForecastSettings(**changes)
+
+
+def test_a_season_of_any_length_costs_no_memory() -> None:
+    """One longer than the history is the last value, also where no machine could hold it."""
+    rates = np.array([1.0, 2.0, 3.0])
+    for season in (3, 4, 5, 10**15):
+        expected = one_step(rates, SEASONAL, season)
+        np.testing.assert_array_equal(expected, [NAN, 1.0, 2.0, 1.0 if season == 3 else 3.0])
+
+
+def test_a_trace_of_far_too_many_intervals_is_refused() -> None:
+    """A time in the wrong century, or an interval of a nanosecond, is a message and not the machine's memory."""
+    for offsets, interval in (([0.0, 7e9], 60.0), ([0.0, 3600.0], 1e-9)):
+        with pytest.raises(ValidationFailed, match="a series must span at most 1000000 intervals"):
+            trace_rates(np.array(offsets), interval)
+
+
+def test_a_negative_warmup_is_refused() -> None:
+    """It is no number of intervals."""
+    with pytest.raises(ValidationFailed, match="warmup must not be negative"):
+        backtest("m", np.ones(9), ForecastSettings(), warmup=-1)
