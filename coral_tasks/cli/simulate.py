@@ -144,6 +144,7 @@ def backtest(
     margin: Annotated[float, typer.Option(help="Policy last: planned over last demand.")] = 1.1,
     policy: Annotated[list[str] | None, typer.Option(help="last, oracle or peak; repeat. Default: all.")] = None,
     headroom: Annotated[float, typer.Option(help="Share of capacity that demand may use.")] = 0.7,
+    router: Annotated[str, typer.Option(help="weighted_round_robin or least_loaded.")] = "weighted_round_robin",
     seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
     *,
     simulate: Annotated[bool, typer.Option("--simulate", help="Replay requests on the plans too.")] = False,
@@ -164,6 +165,7 @@ def backtest(
         margin=margin,
         policies=tuple(policy or backtesting.POLICIES),
         headroom=headroom,
+        router=router,
         seed=seed,
         simulate=simulate,
     )

@@ -92,6 +92,11 @@ class _Run:
         """The simulated clock."""
         return float(self.state.clock["now"][0])
 
+    @property
+    def span_s(self) -> float:
+        """What rates and bills count over: till the last arrival; of a trace of one moment, till the last event."""
+        return self.trace.duration_s or max(self.now, 1e-9)
+
     def all_arrivals(self) -> bool:
         """Feed the trace; True if too many requests were in flight."""
         size = self.options.chunk_requests
@@ -148,7 +153,7 @@ class _Run:
 
 
 def _result(run: _Run, prices: PriceList, *, overflow: bool) -> SimulationResult:
-    clock, trace_s = run.state.clock[0], max(run.trace.duration_s, 1e-9)
+    clock, trace_s = run.state.clock[0], run.span_s
     models = tuple(tally.summary(trace_s) for tally in run.tallies)
     instances = tuple(_instance_summary(run, i, prices) for i in range(len(run.fleet.lives)))
     cost = math.fsum(instance.cost_usd for instance in instances)
@@ -160,7 +165,7 @@ def _result(run: _Run, prices: PriceList, *, overflow: bool) -> SimulationResult
         simulated_s=run.now,
         cost_usd=cost,
         cost_usd_per_hour=cost / trace_s * 3600,
-        stable=not overflow and unfinished <= FEW_UNFINISHED * len(run.trace),
+        stable=not overflow and unfinished <= FEW_UNFINISHED * len(run.trace) and not _shed_by_overload(run),
         statement=_statement(run, overflow=overflow, unfinished=unfinished),
         num_events=int(clock["num_events"]),
         peak_in_flight=int(clock["peak_in_flight"]),
@@ -169,11 +174,13 @@ def _result(run: _Run, prices: PriceList, *, overflow: bool) -> SimulationResult
 
 
 def _statement(run: _Run, *, overflow: bool, unfinished: int) -> str:
-    if not unfinished:
-        return "every request ended"
-    if not overflow and unfinished <= FEW_UNFINISHED * len(run.trace):
-        return f"{unfinished} long answers still in work {run.options.drain_limit_s:.0f} s after the last arrival"
-    worst = "; ".join(text for model in run.trace.models if (text := _overload(run, model)))
+    few = not overflow and unfinished <= FEW_UNFINISHED * len(run.trace)
+    if few and not unfinished:
+        return f"every request ended{_without_answer(run)}"
+    if few:
+        seconds = run.options.drain_limit_s
+        return f"{unfinished} long answers still in work {seconds:.0f} s after the last arrival{_without_answer(run)}"
+    worst = _overloads(run)
     why = f" ({worst})" if worst else ""
     if overflow:
         limit = run.options.max_in_flight
@@ -181,10 +188,43 @@ def _statement(run: _Run, *, overflow: bool, unfinished: int) -> str:
     return f"unstable: {unfinished} requests unfinished {run.options.drain_limit_s:.0f} s after the last arrival{why}"
 
 
+def _without_answer(run: _Run) -> str:
+    """How many requests ended in another way than with their answer, and why where demand is above the plan."""
+    counts = {one: sum(int(tally.outcomes[one]) for tally in run.tallies) for one in _ENDED_WITHOUT_ANSWER}
+    told = ", ".join(f"{count} {_ENDED_WITHOUT_ANSWER[one]}" for one, count in counts.items() if count)
+    if not told:
+        return ""
+    over = f" ({_overloads(run)})" if _shed_by_overload(run) else ""
+    return f", but {told}{over}"
+
+
+_ENDED_WITHOUT_ANSWER: Final = {
+    Outcome.REFUSED: "refused at the door",
+    Outcome.TOO_LONG: "longer than any instance can hold",
+    Outcome.SHED: "dropped as late",
+    Outcome.UNROUTABLE: "without an instance",
+    Outcome.LOST: "lost with a node",
+}
+
+
+def _shed_by_overload(run: _Run) -> bool:
+    """Whether more than few requests were dropped as late while demand was above the planned capacity.
+
+    Dropping keeps the queue short, yet the plan does not keep up.
+    """
+    shed = sum(int(tally.outcomes[Outcome.SHED]) for tally in run.tallies)
+    return shed > FEW_UNFINISHED * len(run.trace) and bool(_overloads(run))
+
+
+def _overloads(run: _Run) -> str:
+    """Every model whose demand is above its planned capacity, in words."""
+    return "; ".join(text for model in run.trace.models if (text := _overload(run, model)))
+
+
 def _overload(run: _Run, model: ModelId) -> str:
     """Demand against the planned capacity of a model where it is above it, in words."""
     prompt, output = run.trace.mean_lengths(model)
-    rate = run.trace.num_requests(model) / max(run.trace.duration_s, 1e-9)
+    rate = run.trace.num_requests(model) / run.span_s
     lives = [life.template for life in run.fleet.lives if life.template.model == model]
     aggregated = sum(template.throughput for template in lives if template.phase is Phase.AGGREGATED)
     found = []
@@ -199,7 +239,7 @@ def _overload(run: _Run, model: ModelId) -> str:
 def _instance_summary(run: _Run, i: int, prices: PriceList) -> InstanceSummary:
     life, row = run.fleet.lives[i], run.state.instances[i]
     released = float(row["released_at"])
-    end = released if math.isfinite(released) else max(run.trace.duration_s, life.start_s)
+    end = released if math.isfinite(released) else max(run.span_s, life.start_s)
     up = max(end - life.ready_s, 1e-9)
     stages = run.state.stages[row["first_stage"] : row["first_stage"] + row["num_stages"]]
     billed = max(end - life.start_s, 0.0)

@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from coral_tasks.domain.errors import ValidationFailed, Violation
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import ModelId
+from coral_tasks.domain.validation import Checks
 
 MAX_TOKENS: Final = 1_000_000
 """Longest prompt or answer that is believed; no served model has a longer context."""
+
+MAX_ARRIVAL_S: Final = 1e8
+"""Three years. Above it a time is no second from the start, but a date in seconds, milliseconds or worse."""
 
 _SHOWN: Final = 10
 _SIGMAS_TO_P95: Final = 1.6448536269514722
@@ -73,6 +77,8 @@ def _broken_rules(trace: RequestTrace) -> list[Violation]:
     finite = np.isfinite(arrival) & (arrival >= 0)
     late = np.concatenate([[False], np.diff(arrival) < 0])
     found = _rows(~finite, arrival, "arrival_s must be finite and not negative")
+    too_late = np.isfinite(arrival) & (arrival > MAX_ARRIVAL_S)
+    found += _rows(too_late, arrival, f"arrival_s counts seconds from the start, at most {MAX_ARRIVAL_S:.0f}")
     found += _rows(late & finite, arrival, "arrival_s must not fall: the trace is out of order")
     found += _rows((trace.model < 0) | (trace.model >= len(trace.models)), trace.model, "unknown model number")
     for name in ("prompt_tokens", "output_tokens"):
@@ -118,7 +124,13 @@ def _joined[T: np.generic](parts: Sequence[NDArray[T]]) -> NDArray[T]:
 
 
 def scale_rate(trace: RequestTrace, *, requests_per_s: float) -> RequestTrace:
-    """The same requests, arrival times stretched so that their mean rate is ``requests_per_s`` (paper 6.1)."""
+    """The same requests, arrival times stretched so that their mean rate is ``requests_per_s`` (paper 6.1).
+
+    Raises ValidationFailed for a rate that is not finite and above zero, or so small that times leave their range.
+    """
+    checks = Checks("trace")
+    checks.positive(requests_per_s=requests_per_s)
+    checks.raise_if_any()
     factor = len(trace) / requests_per_s / trace.duration_s if trace.duration_s > 0 else 1.0
     return _replaced(trace, trace.arrival_s * factor)
 

@@ -28,6 +28,7 @@ from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import Phase
 from coral_tasks.domain.validation import Checks
 from coral_tasks.tasks.comparing import (
+    ROUTERS,
     START,
     CompareRequest,
     World,
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from coral_tasks.simulation import RequestTrace
 
 INTERVAL_S: Final = 300.0
+MAX_HOURS: Final = 744.0
+"""A month."""
+
 SMALL: Final = 1e-6
 """Share of a rate that is rounding, no shortage."""
 
@@ -77,16 +81,23 @@ class BacktestRequest:
     gap: float = 1e-3
     supply: float = 12.0
     simulate: bool = False
+    router: str = "weighted_round_robin"
 
     def __post_init__(self) -> None:
         checks = Checks("backtest")
         checks.positive(hours=self.hours, every=self.every, margin=self.margin)
+        checks.not_negative(seed=self.seed)
+        checks.require(not self.hours > MAX_HOURS, f"hours must be at most {MAX_HOURS:g}", self.hours)
+        checks.require(0 < self.headroom <= 1, "headroom must be above 0 and at most 1", self.headroom)
         recorded = self.demand is not None or (self.prices is None and self.availability is None)
         checks.require(recorded, "records of prices and availability need one of demand: their times are its")
         checks.raise_if_any()
-        for policy in self.policies:
-            if policy not in POLICIES:
-                raise UnknownName(kind="policy", name=policy, known=POLICIES)
+        for kind, name, known in (
+            ("router", self.router, ROUTERS),
+            *(("policy", one, POLICIES) for one in self.policies),
+        ):
+            if name not in known:
+                raise UnknownName(kind=kind, name=name, known=known)
 
     @property
     def num_intervals(self) -> int:
@@ -322,7 +333,7 @@ def _started(request: BacktestRequest, plans: Sequence[AllocationPlan]) -> tuple
 
 
 def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> dict[str, Any]:
-    from coral_tasks.simulation import PlanEpoch, SimulationOptions, simulate
+    from coral_tasks.simulation import PlanEpoch, Router, SimulationOptions, simulate
     from coral_tasks.tasks.simulating import ProfileTimings, catalog_prices, transfer_timings
 
     epochs = [PlanEpoch(start_s=k * request.every * INTERVAL_S, plan=plan) for k, plan in enumerate(plans)]
@@ -332,6 +343,7 @@ def _simulated(request: BacktestRequest, day: Day, plans: Sequence[AllocationPla
         startup_s=request.startup_s,
         admission=False,
         shed_late=True,
+        router=Router(request.router),
     )
     # With recorded prices the simulator's bill, which knows one price for each node, is left out.
     prices = catalog_prices()

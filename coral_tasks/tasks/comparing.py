@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from coral_tasks.domain.errors import UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.fleet import InstanceState, ServingInstance
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
-from coral_tasks.domain.names import InstanceId, Market, NodeConfigurationId, NodeId, RegionId, Runtime
+from coral_tasks.domain.names import InstanceId, LatencySplit, Market, NodeConfigurationId, NodeId, RegionId, Runtime
+from coral_tasks.domain.validation import Checks
 
 if TYPE_CHECKING:
     from coral_tasks.allocation.problem import AllocationProblem
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from coral_tasks.simulation import RequestTrace, SimulationResult
 
 CASES: Final = ("default", "scarce", "large-heavy", "small-heavy")
+ARRIVALS: Final = ("poisson", "trace")
+ROUTERS: Final = ("weighted_round_robin", "least_loaded")
 ALL_PLANNERS: Final = ("homo", "cauchy", "homo-whole", "cauchy-whole", "melange")
 SUPPLY: Final = {"default": 12.0, "scarce": 3.5, "large-heavy": 12.0, "small-heavy": 12.0}
 """Hourly value of all nodes on offer over the cheapest plan's by unit cost, as in the project's allocation oracle."""
@@ -119,15 +122,21 @@ class CompareRequest:
     simulate: bool = True
 
     def __post_init__(self) -> None:
-        if self.case not in CASES:
-            raise UnknownName(kind="case", name=self.case, known=CASES)
-        if self.arrivals not in ("poisson", "trace"):
-            raise UnknownName(kind="arrivals", name=self.arrivals, known=["poisson", "trace"])
-        for planner in self.planners:
-            if planner not in ALL_PLANNERS:
-                raise UnknownName(kind="planner", name=planner, known=ALL_PLANNERS)
-        if self.router not in ("weighted_round_robin", "least_loaded"):
-            raise UnknownName(kind="router", name=self.router, known=["weighted_round_robin", "least_loaded"])
+        named = [("case", self.case, CASES), ("arrivals", self.arrivals, ARRIVALS), ("router", self.router, ROUTERS)]
+        named += [("planner", planner, ALL_PLANNERS) for planner in self.planners]
+        named += [("latency split", self.library.get("latency_split", "equal"), tuple(LatencySplit))]
+        for kind, name, known in named:
+            if name not in known:
+                raise UnknownName(kind=kind, name=name, known=known)
+        checks = Checks("compare")
+        checks.positive(
+            num_epochs=self.num_epochs, epoch_s=self.epoch_s, slowdown=self.slowdown, time_limit_s=self.time_limit_s
+        )
+        checks.not_negative(startup_s=self.startup_s, gap=self.gap, seed=self.seed)
+        checks.require(0 < self.headroom <= 1, "headroom must be above 0 and at most 1", self.headroom)
+        if self.supply is not None:
+            checks.positive(supply=self.supply)
+        checks.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -707,11 +716,27 @@ def cheapest_usd_per_hour(world: World) -> float:
     return total
 
 
-def read_offered(path: Path, num_epochs: int) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
-    """Availability by epoch (from 0) from a CSV with epoch, region, configuration, available_nodes."""
-    import pandas as pd
+OFFERED_COLUMNS: Final = ("epoch", "region", "configuration", "available_nodes")
 
-    frame = pd.read_csv(path)
+
+def read_offered(path: Path, num_epochs: int) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
+    """Availability by epoch (from 0) from a CSV with epoch, region, configuration, available_nodes.
+
+    Raises ValidationFailed with every row at fault and every epoch without rows; StorageFault for an unreadable file.
+    """
+    from coral_tasks.tasks.simulating import are_whole, read_frame
+
+    frame = read_frame(path, OFFERED_COLUMNS)
+    rule = "must be a whole number of at least 0"
+    bad = [
+        Violation(table=path.name, row=f"row {k}", value=str(frame[name].iloc[k]), rule=f"{name} {rule}")
+        for name in ("epoch", "available_nodes")
+        for k in np.flatnonzero(~are_whole(frame[name], least=0))
+    ]
+    repeated = np.flatnonzero(frame[list(OFFERED_COLUMNS[:3])].duplicated())
+    bad += [Violation(table=path.name, row=f"row {k}", value="", rule="a node is listed twice") for k in repeated]
+    if bad:
+        raise ValidationFailed(bad)
     epochs: list[dict[tuple[RegionId, NodeConfigurationId], int]] = [{} for _ in range(num_epochs)]
     for row in frame.to_dict("records"):
         if int(row["epoch"]) < num_epochs:

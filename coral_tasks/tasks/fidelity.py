@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_tasks.domain.errors import Unavailable, UnknownName, ValidationFailed, Violation
+from coral_tasks.domain.errors import StorageFault, Unavailable, UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.names import ModelId, NodeConfigurationId, Phase
 from coral_tasks.domain.timing import StageTiming
+from coral_tasks.domain.validation import Checks
 from coral_tasks.tasks.comparing import HELIX_HIDDEN_BYTES, HELIX_NETWORK_BYTES_PER_S
-from coral_tasks.tasks.simulating import fit_terms, read_frame
+from coral_tasks.tasks.simulating import are_whole, fit_terms, read_frame
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from coral_tasks.domain.plan import AllocationPlan
     from coral_tasks.profiling.measured import MeasuredRow
     from coral_tasks.profiling.points import AggregatedPoint
@@ -465,13 +468,13 @@ def replay_fidelity(folder: Path) -> dict[str, Any]:
 
     ``folder``: profile.json, requests.csv and run.json as ``benchmarks/record_vllm_run.py`` writes them. Deviations are
     relative: of the means, the medians and the 95th percentiles, and the mean over requests of the absolute ones.
+    Raises ValidationFailed for what such a run cannot hold, StorageFault for unreadable files.
     """
     from coral_tasks.profiling.measured import rows_from_records
 
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    profile = rows_from_records(json.loads((folder / "profile.json").read_text(encoding="utf-8")), "profile.json")
-    columns = ("sent_s", "first_s", "last_s", "prompt_tokens", "output_tokens")
-    real = read_frame(folder / "requests.csv", columns)
+    run = _read_run(folder / "run.json")
+    profile = rows_from_records(_read_json(folder / "profile.json"), "profile.json")
+    real = _read_requests(folder / "requests.csv")
     timing = measured_timing(profile, int(run["layers"]), run)
     prompt, output = (real[name].to_numpy(dtype=np.int64) for name in ("prompt_tokens", "output_tokens"))
     sent = real["sent_s"].to_numpy(dtype=np.float64)
@@ -485,6 +488,52 @@ def replay_fidelity(folder: Path) -> dict[str, Any]:
         "ttft": deviations(simulated[0], measured[0]),
         "tpot": deviations(simulated[1], measured[1]),
     }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"{path} cannot be read: {error}"
+        raise StorageFault(message) from error
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """What the server was: whole numbers of at least 1."""
+    run = _read_json(path)
+    names = ("layers", "max_sequences", "max_batched_tokens")
+    found = run if isinstance(run, dict) else {}
+    checks = Checks(path.name)
+    for name in names:
+        value = found.get(name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        checks.require(whole, f"{name} must be a whole number of at least 1", value)
+    checks.raise_if_any()
+    return found
+
+
+def _read_requests(path: Path) -> pd.DataFrame:
+    """Requests in the order of the record; times in order, lengths whole, and one answer of two tokens at least."""
+    import pandas as pd
+
+    times = ["sent_s", "first_s", "last_s"]
+    real = read_frame(path, (*times, "prompt_tokens", "output_tokens"))
+    seconds = real[times].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
+    ordered = np.isfinite(seconds).all(axis=1) & (seconds[:, 0] >= 0)
+    ordered &= (np.diff(seconds, axis=1) >= 0).all(axis=1) & (seconds[:, 1] > seconds[:, 0])
+    rules = [("sent_s, first_s and last_s must be finite and in this order", ordered)]
+    rules += [
+        (f"{name} must be a whole number of at least 1", are_whole(real[name], least=1))
+        for name in ("prompt_tokens", "output_tokens")
+    ]
+    checks = Checks(path.name)
+    for rule, fits in rules:
+        rows = np.flatnonzero(~fits)
+        checks.require(not len(rows), rule, f"request {rows[0]}, {len(rows)} in all" if len(rows) else "")
+    checks.raise_if_any()
+    checks.require(bool((real["output_tokens"] > 1).any()), "needs a request with two output tokens or more", len(real))
+    checks.raise_if_any()
+    return real.astype(dict.fromkeys(times, np.float64))
 
 
 def deviations(simulated: NDArray[np.float64], measured: NDArray[np.float64]) -> dict[str, float]:

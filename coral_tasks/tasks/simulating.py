@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from coral_tasks.domain.errors import StorageFault, UnknownName, ValidationFailed, Violation
 from coral_tasks.domain.names import Market, ModelId, NodeConfigurationId, Phase, RegionId
 from coral_tasks.domain.timing import StageTiming, TransferTiming
+from coral_tasks.domain.validation import Checks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +46,8 @@ ZONE_NETWORK_BYTES_PER_S: Final = 1.25e9
 
 PROMPT_STRETCHES: Final = (0.25, 0.5, 1.0, 2.0)
 _MAX_SEQUENCES: Final = 512
+_SHOWN: Final = 10
+"""Rows or names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,14 @@ class SimulationRequest:
     timing: str = "profile"
     slowdown: float = 1.0
     max_in_flight: int = 100_000
+
+    def __post_init__(self) -> None:
+        checks = Checks("simulate")
+        checks.positive(slowdown=self.slowdown)
+        if self.requests_per_s is not None:
+            checks.positive(rate=self.requests_per_s)
+        checks.require(self.out is None or not self.out.is_dir(), "--out is a folder, it must be a file", str(self.out))
+        checks.raise_if_any()
 
 
 def simulate_files(request: SimulationRequest) -> SimulationResult:
@@ -109,12 +120,33 @@ def catalog_prices() -> dict[tuple[RegionId, NodeConfigurationId, Market], float
 
 
 def read_price_list(path: Path) -> dict[tuple[RegionId, NodeConfigurationId, Market], float]:
-    """Prices from CSV or Parquet with columns region, configuration, market and price_usd_per_hour."""
+    """Prices from CSV or Parquet with columns region, configuration, market and price_usd_per_hour.
+
+    Raises ValidationFailed with every row at fault: an unknown market, a price that is no number of at least 0, a node
+    listed twice; StorageFault for an unreadable file.
+    """
+    import pandas as pd
+
     frame = read_frame(path, ("region", "configuration", "market", "price_usd_per_hour"))
-    rows = zip(frame["region"], frame["configuration"], frame["market"], frame["price_usd_per_hour"], strict=True)
+    prices = pd.to_numeric(frame["price_usd_per_hour"], errors="coerce").to_numpy(dtype=np.float64)
+    names = frame[["region", "configuration", "market"]].astype(str)
+    keys, repeated = list(names.itertuples(index=False, name=None)), names.duplicated()
+    markets = {market.value for market in Market}
+    bad = [
+        Violation(table=path.name, row=f"row {k} {' '.join(key)}", value=str(value), rule=rule)
+        for k, (key, price) in enumerate(zip(keys, prices, strict=True))
+        for fits, value, rule in (
+            (key[2] in markets, key[2], f"unknown market; known: {', '.join(sorted(markets))}"),
+            (bool(0 <= price < math.inf), frame["price_usd_per_hour"].iloc[k], "price must be a number of at least 0"),
+            (not repeated.iloc[k], " ".join(key), "listed twice"),
+        )
+        if not fits
+    ]
+    if bad:
+        raise ValidationFailed(bad)
     return {
-        (RegionId(str(region)), NodeConfigurationId(str(name)), Market(str(market))): float(price)
-        for region, name, market, price in rows
+        (RegionId(region), NodeConfigurationId(name), Market(market)): float(price)
+        for (region, name, market), price in zip(keys, prices, strict=True)
     }
 
 
@@ -154,11 +186,24 @@ def read_request_trace(path: Path, model: str | None = None) -> RequestTrace:
         seconds = np.asarray((times - times.min()).dt.total_seconds(), dtype=np.float64)
         return _trace(path, seconds, [model] * len(frame), frame["ContextTokens"], frame["GeneratedTokens"])
     frame = read_frame(path, TRACE_COLUMNS)
+    _require_names(path, frame["model"], model)
     if model is not None:
         frame = frame[frame["model"] == model]
     seconds = np.asarray(pd.to_numeric(frame["arrival_s"], errors="coerce"), dtype=np.float64)
     names = [str(name) for name in frame["model"]]
     return _trace(path, seconds, names, frame["prompt_tokens"], frame["output_tokens"])
+
+
+def _require_names(path: Path, names: pd.Series[Any], wanted: str | None) -> None:
+    """Every request must name its model, and the wanted one must be among them. Raises ValidationFailed."""
+    unnamed = np.flatnonzero(names.isna() | (names.astype(str).str.strip() == ""))
+    if len(unnamed):
+        rule = f"model must be named ({len(unnamed)} requests without)"
+        raise ValidationFailed([Violation(table=path.name, row=f"request {unnamed[0]}", value="", rule=rule)])
+    known = sorted({str(name) for name in names})
+    if wanted is not None and known and wanted not in known:
+        rule = f"no request of this model in the file; it has: {', '.join(known[:_SHOWN])}"
+        raise ValidationFailed([Violation(table=path.name, row="", value=wanted, rule=rule)])
 
 
 def _trace(
@@ -168,8 +213,9 @@ def _trace(
 
     models = tuple(ModelId(name) for name in dict.fromkeys(names))
     number = {name: k for k, name in enumerate(models)}
+    bad = [*_not_whole(path, prompt), *_not_whole(path, output)]
     try:
-        return RequestTrace(
+        trace = RequestTrace(
             models=models,
             arrival_s=seconds,
             model=np.array([number[ModelId(name)] for name in names], dtype=np.int64),
@@ -177,16 +223,43 @@ def _trace(
             output_tokens=_whole(output),
         )
     except ValidationFailed as failure:
-        raise ValidationFailed(dataclasses.replace(one, table=path.name) for one in failure.violations) from failure
+        bad += [dataclasses.replace(one, table=path.name) for one in failure.violations]
+        raise ValidationFailed(bad) from failure
+    if bad:
+        raise ValidationFailed(bad)
+    return trace
+
+
+def _not_whole(path: Path, column: pd.Series[Any]) -> list[Violation]:
+    """The first values that are no whole number, with their rows, and how many there are."""
+    rows = np.flatnonzero(~are_whole(column))
+    rule = f"{column.name} must be a whole number"
+    found = [
+        Violation(table=path.name, row=f"request {row}", value=str(column.iloc[row]), rule=rule)
+        for row in rows[:_SHOWN]
+    ]
+    if len(rows) > _SHOWN:
+        found.append(Violation(table=path.name, row="", value=f"{len(rows)} requests in all", rule=rule))
+    return found
+
+
+def are_whole(values: pd.Series[Any], *, least: float = -math.inf) -> NDArray[np.bool_]:
+    """Which values are whole numbers of at least ``least``; shape (N,)."""
+    import pandas as pd
+
+    if values.dtype == bool:
+        return np.zeros(len(values), dtype=np.bool_)
+    numbers = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64)
+    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (np.abs(numbers) < 2**53)
+    return np.asarray(whole & (numbers >= least))
 
 
 def _whole(values: pd.Series[Any]) -> NDArray[np.int64]:
-    """Whole numbers; what is none becomes 0, which the trace's own check refuses with its row."""
+    """Whole numbers; 1 stands in for what is none, which ``_not_whole`` has told."""
     import pandas as pd
 
     numbers = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64)
-    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (np.abs(numbers) < 2**53)
-    return np.where(whole, numbers, 0).astype(np.int64)
+    return np.where(are_whole(values), numbers, 1).astype(np.int64)
 
 
 def transfer_timings(setup: Setup) -> dict[ModelId, TransferTiming]:
@@ -395,16 +468,20 @@ class RequestRows:
         self._parts.append(rows.copy())
 
     def write(self, path: Path) -> None:
-        """One row per request, by request number; written beside and renamed."""
+        """One row per request, by request number; written beside and renamed. Raises StorageFault."""
         import pandas as pd
 
         rows = np.concatenate(self._parts)
         rows = rows[np.argsort(rows["index"], kind="stable")]
         frame = pd.DataFrame(request_columns(rows, self._models))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{path.name}")
-        frame.to_parquet(temporary, index=False)
-        temporary.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".tmp-{path.name}")
+            frame.to_parquet(temporary, index=False)
+            temporary.replace(path)
+        except OSError as error:
+            message = f"{path} cannot be written: {error}"
+            raise StorageFault(message) from error
 
 
 def request_columns(rows: Records, models: Sequence[ModelId]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from coral_tasks.simulation import (
     Router,
     SimulationOptions,
     poisson_trace,
+    scale_rate,
     simulate,
 )
 
@@ -239,7 +240,8 @@ def test_request_longer_than_every_cache_is_told_apart():
     """A request that no instance can hold ends as TOO_LONG and blocks nobody."""
     source = Fixed(prefill=timing(per_prompt_token_s=1e-6), decode=timing(fixed_s=0.01, kv_capacity_tokens=500))
     both = plan((template(Phase.PREFILL), 1), (template(Phase.DECODE), 1))
-    _, rows = run(both, trace([0.0, 0.1, 0.2], prompt=[100, 600, 100], output=10), timing=source)
+    result, rows = run(both, trace([0.0, 0.1, 0.2], prompt=[100, 600, 100], output=10), timing=source)
+    assert result.statement == "every request ended, but 1 longer than any instance can hold"
     assert rows["outcome"].tolist() == [Outcome.COMPLETED, Outcome.TOO_LONG, Outcome.COMPLETED]
 
 
@@ -363,6 +365,16 @@ def test_admission_follows_the_plan_in_force():
     assert not refused[500:].any()
 
 
+def test_dropping_late_requests_does_not_make_a_plan_keep_up():
+    """20 requests/s of 100 tokens on 1000 tokens/s, half dropped as late: said with need and plan, and not stable."""
+    requests = trace(np.arange(1000) * 0.05)
+    result, _ = run(plan((template(Phase.PREFILL), 1)), requests, timing=ONE_AT_A_TIME, shed_late=True)
+    assert not result.stable
+    shed = result.models[0].num_by_outcome["shed"]
+    need = "(m needs 2002 prompt tokens/s in prefill, planned 1000"
+    assert result.statement.startswith(f"every request ended, but {shed} dropped as late {need}")
+
+
 def test_late_requests_can_be_shed():
     """With shedding on, an overloaded queue drops what waited past its TTFT and the rest waits no longer than that."""
     result, rows = run(
@@ -411,6 +423,7 @@ def test_promised_timing_keeps_its_promise_at_full_load():
         ([0.0, 2.0, 1.0], 1, 1, "request 2: arrival_s must not fall: the trace is out of order"),
         ([0.0, math.nan], 1, 1, "request 1: arrival_s must be finite"),
         ([-1.0], 1, 1, "arrival_s must be finite and not negative"),
+        ([0.0, 1e300], 1, 1, "request 1: arrival_s counts seconds from the start"),
         ([0.0], 0, 1, "prompt_tokens must be at least 1"),
         ([0.0], 1, 0, "output_tokens must be at least 1"),
         ([0.0], 10**9, 1, "prompt_tokens must be at most 1000000"),
@@ -421,6 +434,13 @@ def test_bad_traces_are_refused(arrivals, prompt, output, message):
     """A broken trace is refused with row and rule."""
     with pytest.raises(ValidationFailed, match=message):
         trace(arrivals, prompt=prompt, output=output)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_without_sense_is_refused(rate):
+    """A trace cannot be stretched to no, a negative or an endless rate."""
+    with pytest.raises(ValidationFailed, match="requests_per_s must be finite and above zero"):
+        scale_rate(trace([0.0, 1.0]), requests_per_s=rate)
 
 
 def test_many_broken_rows_are_counted():
@@ -459,7 +479,8 @@ def test_model_wholly_short_is_refused_at_the_door_not_an_error():
 
 
 def test_zero_length_span_has_no_division_by_zero():
-    """A trace whose requests all arrive at time 0 still gives finite figures."""
+    """A lone request at time 0 that takes 0.1 s counts over these: 10 requests/s, and 0.1 s of a node are paid."""
     result, _ = run(plan((template(Phase.PREFILL), 1)), trace([0.0]), timing=ONE_AT_A_TIME)
-    assert math.isfinite(result.goodput_requests_per_s)
+    assert result.goodput_requests_per_s == pytest.approx(10.0)
+    assert result.cost_usd == pytest.approx(0.1 / 3600)
     assert replace(result.models[0], model="m").num_requests == 1

@@ -53,8 +53,19 @@ def test_bad_requests_are_refused(tmp_path):
     """An unknown policy lists the known ones; hours and intervals must be above zero."""
     with pytest.raises(UnknownName, match="last, oracle, peak"):
         BacktestRequest(work=tmp_path, policies=("guess",))
-    with pytest.raises(ValidationFailed, match="every must be finite and above zero"):
-        BacktestRequest(work=tmp_path, every=0)
+    with pytest.raises(UnknownName, match="least_loaded, weighted_round_robin"):
+        BacktestRequest(work=tmp_path, router="guess")
+    bad = {
+        "every must be finite and above zero": {"every": 0},
+        "margin must be finite and above zero": {"margin": float("nan")},
+        "hours must be finite and above zero": {"hours": float("inf")},
+        "hours must be at most 744": {"hours": 1e9},
+        "headroom must be above 0 and at most 1": {"headroom": 1.5},
+        "seed must be finite and not negative": {"seed": -1},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(ValidationFailed, match=message):
+            BacktestRequest(work=tmp_path, **changes)
 
 
 NOON = datetime(2026, 11, 29, 12, tzinfo=UTC)

@@ -1,6 +1,7 @@
 """The evaluation's cases and its report, on the core setup with small node combinations."""
 
 import json
+import math
 
 import pytest
 
@@ -14,6 +15,7 @@ from coral_tasks.tasks.comparing import (
     make_trace,
     make_world,
     offered_nodes,
+    read_offered,
     trace_file,
 )
 from coral_tasks.tasks.demand import TRACE_OF
@@ -97,6 +99,52 @@ def test_unknown_names_list_the_known_ones(tmp_path):
         CompareRequest(work=tmp_path, arrivals="bursts")
     with pytest.raises(UnknownName, match="least_loaded"):
         CompareRequest(work=tmp_path, router="random")
+    with pytest.raises(UnknownName, match="equal, free"):
+        CompareRequest(work=tmp_path, library={"latency_split": "fair"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"headroom": value}, "headroom must be above 0 and at most 1") for value in (0.0, -1.0, 1.5, math.nan)),
+        *(({"supply": value}, "supply must be finite and above zero") for value in (0.0, -1.0, math.nan, math.inf)),
+        *(({"slowdown": value}, "slowdown must be finite and above zero") for value in (0.0, -1.0, math.inf)),
+        ({"time_limit_s": math.nan}, "time_limit_s must be finite and above zero"),
+        ({"num_epochs": 0}, "num_epochs must be finite and above zero"),
+        ({"seed": -1}, "seed must be finite and not negative"),
+    ],
+)
+def test_numbers_without_sense_are_refused_before_any_work(tmp_path, changes, message):
+    """Each number is refused by its name, and nothing is built for it."""
+    with pytest.raises(ValidationFailed, match=message):
+        CompareRequest(work=tmp_path, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+OFFERED = "epoch,region,configuration,available_nodes\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("a,b\n1,2\n", "missing: epoch, region, configuration, available_nodes"),
+        (OFFERED, "nodes.csv, epoch 0: no rows"),
+        (OFFERED + "0,r,L4x1,3\n", "nodes.csv, epoch 1: no rows"),
+        (OFFERED + "0,r,L4x1,-3\n", "row 0: available_nodes must be a whole number of at least 0 .found -3"),
+        (OFFERED + "0,r,L4x1,3.7\n", "available_nodes must be a whole number of at least 0 .found 3.7"),
+        (OFFERED + "0,r,L4x1,\n", "available_nodes must be a whole number of at least 0 .found nan"),
+        (OFFERED + "0,r,L4x1,some\n", "available_nodes must be a whole number of at least 0 .found some"),
+        (OFFERED + "-1,r,L4x1,3\n", "epoch must be a whole number of at least 0 .found -1"),
+        (OFFERED + "0,r,L4x1,3\n0,r,L4x1,4\n", "row 1: a node is listed twice"),
+    ],
+)
+def test_bad_availability_is_refused_by_row_and_rule(tmp_path, text, message):
+    """Each kind of bad availability has its message; unknown is not zero and a part of a node is none."""
+    path = tmp_path / "nodes.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValidationFailed, match=message):
+        read_offered(path, 2)
 
 
 def test_missing_traces_and_measurements_say_what_is_needed(tmp_path):

@@ -2,13 +2,14 @@
 
 import csv
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coral_tasks.domain.errors import UnknownName, ValidationFailed
+from coral_tasks.domain.errors import StorageFault, UnknownName, ValidationFailed
 from coral_tasks.domain.names import Phase
 from coral_tasks.domain.timing import StageTiming
 from coral_tasks.profiling.measured import MeasuredRow
@@ -217,3 +218,48 @@ def test_what_is_compared_must_be_known_and_have_its_folder():
         fidelity("guess", None)
     with pytest.raises(ValidationFailed, match="replay needs the folder"):
         fidelity("replay", None)
+
+
+HEADER = "sent_s,first_s,last_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("requests.csv", HEADER, "needs a request with two output tokens or more"),
+        ("requests.csv", HEADER + "0,1,2,10,1\n", "needs a request with two output tokens or more"),
+        ("requests.csv", HEADER + "0,1,2,nan,5\n", "prompt_tokens must be a whole number of at least 1"),
+        ("requests.csv", HEADER + "0,1,2,10,0\n", "output_tokens must be a whole number of at least 1"),
+        ("requests.csv", HEADER + "0,1,2,10,1000000000\n", "output_tokens must be at most 1000000"),
+        ("requests.csv", HEADER + "0,1,2,9,5\n3,2,4,9,5\n", "in this order .found request 1, 1 in all"),
+        ("requests.csv", HEADER + "0,,2,9,5\n", "finite and in this order"),
+        ("requests.csv", HEADER + "soon,1,2,9,5\n", "finite and in this order"),
+        ("requests.csv", "a\n1\n", "missing: sent_s, first_s, last_s, prompt_tokens, output_tokens"),
+        ("run.json", "{}", "layers must be a whole number of at least 1"),
+        ("run.json", "[]", "max_sequences must be a whole number of at least 1"),
+        ("run.json", '{"layers": 0, "max_sequences": 1.5, "max_batched_tokens": "many"}', "at least 1 .found 1.5"),
+    ],
+)
+def test_a_broken_recording_is_refused_by_file_and_rule(tmp_path, name, text, message):
+    """Each kind of broken recording has its message, never a traceback or a figure out of nothing."""
+    shutil.copytree(RECORDING, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValidationFailed, match=message):
+        replay_fidelity(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["run.json", "profile.json", "requests.csv"])
+def test_missing_and_cut_off_files_of_a_recording_are_faults(tmp_path, name):
+    """A file that is not there, is a folder or ends too early is a storage fault with its name."""
+    shutil.copytree(RECORDING, tmp_path / "run")
+    path = tmp_path / "run" / name
+    if path.suffix == ".json":
+        path.write_text("{", encoding="utf-8")
+        with pytest.raises(StorageFault, match=name):
+            replay_fidelity(tmp_path / "run")
+    path.unlink()
+    with pytest.raises(StorageFault, match=name):
+        replay_fidelity(tmp_path / "run")
+    path.mkdir()
+    with pytest.raises(StorageFault, match=name):
+        replay_fidelity(tmp_path / "run")
