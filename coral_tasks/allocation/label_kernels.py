@@ -59,11 +59,12 @@ def _add_use(use: Any, more: Any, out: Any) -> None:
 def _is_beaten(head: int, carried: float, paid: float, stage: int, made: Any) -> bool:
     """Whether a label of the same use serves no less and costs no more; those that it beats itself are marked.
 
-    ``head``: newest label of that use; ``made``: (rate, cost, following, beaten) of all labels.
+    ``head``: newest label of that use; ``made``: (rate, cost, following, beaten, work) of all labels.
     """
-    rate, cost, following, beaten = made
+    rate, cost, following, beaten, work = made
     at = head
     while at >= 0:
+        work[0] += 1
         if beaten[at] < 0 and rate[at] >= carried and cost[at] <= paid:
             return True
         if beaten[at] < 0 and rate[at] <= carried and cost[at] >= paid:
@@ -87,7 +88,7 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
     """Add label i with 1, 2, … copies of column j as long as the bound stays under the ceiling; the labels then."""
     column_use, column_rate, column_cost, column_upper, limit, scale = columns
     required, ceiling = rest[2], rest[3]
-    use, rate, cost, parent, column, copies, beaten, number, following, slots, taken = made
+    use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, work = made
     held, nothing = np.empty(len(limit), np.int64), np.zeros(len(limit), np.int64)
     _add_use(use[i], nothing, held)
     carried, paid, key = rate[i], cost[i], number[i]
@@ -101,7 +102,8 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
         key += _number_of(column_use[j], scale)
         slot = _slot_of(key, slots, number)
         head = slots[slot]
-        if _is_beaten(head, carried, paid, j, (rate, cost, following, beaten)):
+        work[0] += 1
+        if _is_beaten(head, carried, paid, j, (rate, cost, following, beaten, work)):
             continue
         _add_use(held, nothing, use[count])
         rate[count], cost[count] = carried, paid
@@ -112,39 +114,51 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
     return count
 
 
-@_jit
-def build_labels(columns: Any, rest: Any, slots: Any, most: int) -> Any:
-    """Every label that columns make, taken in their order, without those that another one of the same use beats.
+def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...]:
+    """Room for ``most`` labels, of which label 0 is the empty one: use [most, K], rate, cost, parent, column, copies,
+    beaten, number, following [most], ``slots``, taken [most] and work [1].
 
-    ``columns``: (use [n, K], rate, cost, upper [n], limit, scale [K]): the last two the limits and what each
-    unit adds to the number of a use; ``rest``: (table, tracked, required rate, ceiling); ``slots``: -1 everywhere, a
-    power of two above ``most`` long, handed back so unless there are too many. Label 0 is empty. Returns (use, rate,
-    cost, parent, column, copies, beaten) with room for ``most``, and how many were made (``most``: there would be
-    more); those with beaten below 0 are what is left.
+    ``slots``: -1 everywhere, a power of two above ``most`` long; ``free_slots`` hands them back so. ``beaten``: the
+    stage in which a label was beaten, below 0 for those that are left; it is still extended in that stage, since what
+    beat it was made in it. Uninitialised: most of it is never touched.
     """
-    # uninitialised: most of it is never touched
-    use = np.empty((most, len(columns[4])), dtype=np.int32)
+    use = np.empty((most, num_resources), dtype=np.int32)
     rate, cost = np.empty(most), np.empty(most)
-    parent, column, copies = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    number, following, taken = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    # the stage in which a label was beaten; it is still extended in that stage, since what beat it was made in it
-    beaten = np.empty(most, np.int64)
-    for k in range(use.shape[1]):
-        use[0, k] = 0
-    rate[0], cost[0], parent[0], column[0], copies[0] = 0.0, 0.0, -1, -1, 0
+    parent, column, copies, beaten, number, following, taken = (np.empty(most, dtype=np.int64) for _ in range(7))
+    use[0], rate[0], cost[0], parent[0], column[0], copies[0] = 0, 0.0, 0.0, -1, -1, 0
     number[0], following[0], beaten[0], taken[0] = 0, -1, -1, _slot_of(0, slots, number)
     slots[taken[0]] = 0
-    made = (use, rate, cost, parent, column, copies, beaten, number, following, slots, taken)
-    count = 1
-    for j in range(len(columns[1])):
-        for i in range(count):
-            if beaten[i] < 0 or beaten[i] == j:
-                count = _grow(i, j, columns, rest, made, count)
-        if count == most:
-            break
+    return use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, np.zeros(1, dtype=np.int64)
+
+
+@_jit
+def extend_labels(columns: Any, rest: Any, made: Any, at: Any, pause: int) -> bool:
+    """Labels that columns make, taken in their order, without those that another one of the same use beats.
+
+    ``columns``: (use [n, K], rate, cost, upper [n], limit, scale [K]): the last two the limits and what each
+    unit adds to the number of a use; ``rest``: (table, tracked, required rate, ceiling). ``at``: where it stands and
+    goes on: labels there are, column, label of that column to extend next, labels when the column began; starts as
+    (1, 0, 0, 1). Pauses when ``pause`` steps have been made in all or the room is full; True once all columns are done.
+    """
+    most, work = len(made[1]), made[11]
+    while at[1] < len(columns[1]):
+        j = at[1]
+        while at[2] < at[3]:
+            i = at[2]
+            if made[6][i] < 0 or made[6][i] == j:
+                at[0] = _grow(i, j, columns, rest, made, at[0])
+            at[2] += 1
+            if work[0] > pause or at[0] == most:
+                return False
+        at[1], at[2], at[3] = j + 1, 0, at[0]
+    return True
+
+
+@_jit
+def free_slots(slots: Any, taken: Any, count: int) -> None:
+    """Set the slots that ``count`` labels took back to -1."""
     for i in range(count):
         slots[taken[i]] = -1
-    return (use, rate, cost, parent, column, copies, beaten), count
 
 
 @_jit

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,10 @@ MAX_MADE: Final = 2**20
 """Labels made of the columns of one group, those beaten later included."""
 MAX_JOINS: Final = 400_000_000
 """Pairs of labels looked at in one join."""
+MAX_WORK: Final = 100_000_000
+"""Steps of making the labels of one group; beyond, the enumeration gives up. Those that end take up to 3 million."""
+LOOK_AFTER: Final = 10_000_000
+"""Steps, or pairs, after which the clock is looked at."""
 MAX_COMPARED: Final = 4_000
 """Labels of one set that are compared each with each."""
 NONE: Final = -1
@@ -174,26 +178,10 @@ class Enumeration:
 
     def group(self, group: tuple[int, int], rest: _Rest, required: float, ceiling: float) -> Labels:
         """Labels of one phase in one place from its columns."""
-        self._require_time()
         rows = np.flatnonzero(self.alive[group[0] : group[1]]) + group[0]
-        columns = self.core.columns
-        found, count = label_kernels.build_labels(
-            (
-                self.use_of(rows),
-                columns.rate[rows],
-                self.evaluation.cost[rows],
-                columns.upper[rows],
-                self.limits,
-                self.scales(),
-            ),
-            (rest.table, rest.tracked, required, ceiling),
-            self.slots,
-            MAX_MADE,
-        )
-        # copies, so that the room for more can be given back
-        use, rate, cost, parent, column, copies, beaten = (part[:count].copy() for part in found)
+        use, rate, cost, parent, column, copies, beaten = self._made(rows, rest, required, ceiling)
         kept = np.flatnonzero(beaten < 0)
-        if count >= MAX_MADE or len(kept) > MAX_LABELS:
+        if len(kept) > MAX_LABELS:
             raise TooManyLabels
         first = self.history.size
         before = np.where(parent >= 0, parent + first, NONE)
@@ -202,7 +190,31 @@ class Enumeration:
         made = Labels(use=use[kept].astype(np.int64), rate=rate[kept], cost=cost[kept], origin=origin[kept])
         return self._thinned(made)
 
-    def _require_time(self) -> None:
+    def _made(self, rows: IntArray, rest: _Rest, required: float, ceiling: float) -> list[NDArray[Any]]:
+        """Every label of the columns ``rows``: use, rate, cost, parent, column, copies and beaten (kernels' order)."""
+        columns = self.core.columns
+        limits = (
+            self.use_of(rows),
+            columns.rate[rows],
+            self.evaluation.cost[rows],
+            columns.upper[rows],
+            self.limits,
+            self.scales(),
+        )
+        table = (rest.table, rest.tracked, required, ceiling)
+        room = label_kernels.room_for_labels(MAX_MADE, len(self.resources), self.slots)
+        at, work = np.array([1, 0, 0, 1], dtype=np.int64), room[11]
+        while not label_kernels.extend_labels(limits, table, room, at, int(work[0]) + LOOK_AFTER):
+            if at[0] >= MAX_MADE or work[0] > MAX_WORK:
+                raise TooManyLabels
+            self.require_time()
+        count = int(at[0])
+        label_kernels.free_slots(self.slots, room[10], count)
+        # copies, so that the room for more can be given back
+        return [part[:count].copy() for part in room[:7]]
+
+    def require_time(self) -> None:
+        """Raises TooManyLabels once the time is up."""
         if time.monotonic() >= self.deadline:
             raise TooManyLabels
 
@@ -235,21 +247,11 @@ class Enumeration:
 
     def _join(self, one: Labels, other: Labels, rest: _Rest, required: float, ceiling: float, *, least: bool) -> Labels:
         """Every pair of labels below the ceiling: rates are the lesser of both (``least``) or added."""
-        self._require_time()
+        self.require_time()
         if len(one) * len(other) > MAX_JOINS:
             raise TooManyLabels
-        order = np.argsort(other.cost, kind="stable")
-        other = other.take(order)
-        first, second = label_kernels.join_labels(
-            (one.use, one.rate, one.cost),
-            (other.use, other.rate, other.cost),
-            self.limits,
-            (rest.table, rest.tracked, required, ceiling),
-            least,
-            MAX_LABELS,
-        )
-        if len(first) >= MAX_LABELS:
-            raise TooManyLabels
+        other = other.take(np.argsort(other.cost, kind="stable"))
+        first, second = self._pairs(one, other, (rest.table, rest.tracked, required, ceiling), least=least)
         rates = one.rate[first], other.rate[second]
         none = np.full(len(first), NONE, dtype=np.int64)
         joined = Labels(
@@ -259,6 +261,33 @@ class Enumeration:
             origin=self.history.add(one.origin[first], other.origin[second], none, none),
         )
         return self._thinned(best_of(joined))
+
+    def _pairs(
+        self, one: Labels, other: Labels, rest: tuple[FloatArray, IntArray, float, float], *, least: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Pairs below the ceiling, as rows of both; looked at in parts, so that the clock is seen in between."""
+        step = max(1, LOOK_AFTER // max(1, len(other)))
+        parts: list[tuple[IntArray, IntArray]] = []
+        count = 0
+        for begin in range(0, len(one), step):
+            self.require_time()
+            part = one.take(np.arange(begin, min(begin + step, len(one))))
+            first, second = label_kernels.join_labels(
+                (part.use, part.rate, part.cost),
+                (other.use, other.rate, other.cost),
+                self.limits,
+                rest,
+                least,
+                MAX_LABELS - count,
+            )
+            count += len(first)
+            if count >= MAX_LABELS:
+                raise TooManyLabels
+            parts.append((first + begin, second))
+        empty = np.zeros(0, dtype=np.int64)
+        if not parts:
+            return empty, empty
+        return np.concatenate([first for first, _ in parts]), np.concatenate([second for _, second in parts])
 
 
 class _Serving:
@@ -305,6 +334,7 @@ class _Serving:
         tracked = self._tracked(place.tracked)
         joint_rest, pair_rest = np.full((states, G), np.inf), np.full((states, G), np.inf)
         for s in range(states):
+            self.run.require_time()
             kernels.beside(place.pairs[s], others, joint_rest[s])
             kernels.beside(place.joint.value[s], others, pair_rest[s])
         pairs = self._pairs(place, pair_rest, tracked)
@@ -324,7 +354,7 @@ class _Serving:
         cover = place.covers[phase]
         if cover is None:
             return self.run._empty()  # noqa: SLF001 - as above
-        lacking = _lacking(place, cover, rest)
+        lacking = self._lacking(place, cover, rest)
         group = self.run.core.group(self.model.m, place.place, phase)
         found = self.run.group(group, _Rest(table=lacking, tracked=tracked), self.required, self.ceiling)
         done = _Rest(table=rest, tracked=tracked).by_use()
@@ -332,6 +362,17 @@ class _Serving:
             found.use, found.rate, found.cost, (done.table, done.tracked, self.required, self.ceiling)
         )
         return found.take(np.flatnonzero(bound <= self.ceiling))
+
+    def _lacking(self, place: _Place, cover: _Cover, rest: FloatArray) -> FloatArray:
+        """Least cost of more of a phase and of all the rest, by state that the phase uses and units, [S, G+1]."""
+        out = np.full_like(rest, np.inf)
+        for s in range(place.last + 1):
+            self.run.require_time()
+            for budget in range(s, place.last + 1):
+                more = int(place.within[budget, s])
+                if more >= 0:
+                    kernels.beside(cover.value[more], rest[place.last - budget], out[s])
+        return out
 
     def _tracked(self, tracked: Tracked) -> IntArray:
         where = {resource.pool: k for k, resource in enumerate(self.run.resources)}
@@ -347,17 +388,6 @@ def _beside(place: _Place, partner: _Cover, pair_rest: FloatArray) -> FloatArray
     out = np.empty_like(pair_rest)
     kernels.pair_up(partner.value, pair_rest, place.within, out)
     return np.minimum.accumulate(out, axis=1)
-
-
-def _lacking(place: _Place, cover: _Cover, rest: FloatArray) -> FloatArray:
-    """Least cost of more of a phase and of all the rest, by state that the phase uses already and units, [S, G+1]."""
-    out = np.full_like(rest, np.inf)
-    for s in range(place.last + 1):
-        for budget in range(s, place.last + 1):
-            more = int(place.within[budget, s])
-            if more >= 0:
-                kernels.beside(cover.value[more], rest[place.last - budget], out[s])
-    return out
 
 
 def best_of(labels: Labels) -> Labels:

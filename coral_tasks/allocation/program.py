@@ -30,7 +30,8 @@ class GoalKind(StrEnum):
 
     MONEY: cost + start-up (+ weighted shortage where weights are given). FLOORS, WORST, TOTAL: floor shortfalls, worst
     weighted share unserved, and unserved rate, of one priority class. MODEL: unserved rate of one model. MINIMUM:
-    instances missing to minimum counts. STARTED: nodes started (to prefer what runs among equals).
+    instances missing to minimum counts. STARTED: nodes started, among equals nodes held (to prefer what runs, and
+    nothing idle, among plans of the same cost).
     """
 
     MONEY = "money"
@@ -439,9 +440,9 @@ def _goal_terms(draft: _Draft, goal: Goal) -> tuple[list[int], list[float]]:
     if goal.kind is GoalKind.MONEY:
         return _money_terms(draft)
     if goal.kind is GoalKind.STARTED:
-        rows = np.flatnonzero(~draft.columns.kept)
-        nodes = draft.problem.templates.nodes[draft.columns.template[rows]].sum(axis=1)
-        return draft.x[rows].tolist(), nodes.astype(float).tolist()
+        nodes = draft.problem.templates.nodes[draft.columns.template].sum(axis=1)
+        of_held_node = 0.5 / (1 + int(draft.problem.available_nodes.sum()))  # all of them less than one started
+        return draft.x.tolist(), (nodes * (~draft.columns.kept + of_held_node)).tolist()
     if goal.kind is GoalKind.MINIMUM:
         slack = draft.minimum_slack
         return list(slack.values()), [1.0] * len(slack)

@@ -113,6 +113,8 @@ class Search:
     ) -> None:
         self.problem, self.columns, self.weights = problem, columns, weights
         self.gap, self.deadline = gap, deadline
+        # When it gives up as long as its plan does not serve everything.
+        self.served_by = math.inf
         self.minimum = np.array([problem.options.rules_of(model).min_instances for model in problem.models])
         self.minimum_price = 100 * float(columns.objective.max(initial=1.0)) if self.minimum.any() else 0.0
         self.core = build_core(problem, columns, weights)
@@ -175,9 +177,15 @@ class Search:
         np.add.at(used, self.columns.zone[rows], nodes)
         return used
 
+    def until(self) -> float:
+        """Monotonic time at which it gives up."""
+        if self.served_by < self.deadline and self.objective_of(self.state.values)[1] > 0:
+            return self.served_by
+        return self.deadline
+
     def time_left(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - time.monotonic()
+        """Seconds until it gives up."""
+        return self.until() - time.monotonic()
 
     def current_gap(self) -> float:
         """Gap relative to the money spent, shortage apart."""
@@ -445,7 +453,7 @@ class Search:
                 resources=resources,
                 alive=bounds <= target,
                 target=target,
-                deadline=self.deadline,
+                deadline=self.until(),
             )
             best = run.best()
             if best is None:
@@ -511,7 +519,7 @@ class Search:
 
     def _hand_down(self, inner: Search, rows: NDArray[np.int64]) -> None:
         """Give a search over ``rows`` alone what is known so far; better plans of it come back at once."""
-        inner.stop_when, inner.asked = self.stop_when, self.asked
+        inner.stop_when, inner.asked, inner.served_by = self.stop_when, self.asked, self.served_by
         inner.tracked, inner.ceiling = self.tracked, min(self.ceiling, self.state.objective)
         inner.state.log, inner.state.trace = self.state.log, self.state.trace
         inner.state.bound = self.state.bound
@@ -565,9 +573,14 @@ class Search:
         self.state.note(f"program of {len(rows)} columns, {result.outcome}")
 
     def prefer_running(self) -> None:
-        """Among plans of the same cost take one that starts the fewest nodes, where ties with what runs can occur."""
-        free = self.problem.options.startup_factor == 0 or bool((self.columns.objective == 0).any())
-        if not (free and self.columns.kept.any() and math.isfinite(self.state.objective)) or self.time_left() <= 0:
+        """Among plans of the same cost take one that starts the fewest nodes, then one that holds the fewest.
+
+        Only where ties can occur: what runs costs no more than another start of it, or something costs nothing.
+        """
+        costless = self.columns.objective == 0
+        ties = self.columns.kept.any() and (self.problem.options.startup_factor == 0 or costless.any())
+        idle = (self.state.values[costless] > 0).any()
+        if not (ties or idle) or not math.isfinite(self.state.objective) or self.time_left() <= 0:
             return
         rows = self._tie_columns()
         columns = self.columns.take(rows)

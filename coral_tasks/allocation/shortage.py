@@ -3,9 +3,9 @@
 Order: floors class by class; then for each class the worst share unserved, the unserved rate, and each model by name,
 so that the result is unique; then missing minimum instances. Owns that order; money is minimised afterwards.
 
-Two ways to the same result: each level as a program, for few columns, for very many and for the rules that only a
-program knows; else by searches that know the shortage of each model (``SearchLevels``): the worst share by questions of
-the form "can everybody be served but this share?", then the rate in all.
+Two ways to the same result: each level as a program, for few columns, for very many (``priced``) and for the rules that
+only a program knows; else by searches that know the shortage of each model (``SearchLevels``): the worst share by
+questions of the form "can everybody be served but this share?", then the rate in all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coral_tasks.allocation.columns import Columns
+from coral_tasks.allocation.priced import NAME_ORDER, settle_priced
 from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import Goal, GoalKind, Program, Settled, build_program
 from coral_tasks.allocation.search import Search, start_point, unserved_rate
@@ -27,15 +28,17 @@ from coral_tasks.domain.errors import SolverFault
 from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, whole_values
 
 MAX_COLUMNS: Final = 3000
-"""Columns of the level programs; levels over all columns are proved, over the best of them only improved."""
+"""Columns of one program over all; with more, columns are chosen by prices: searches over all of them do not end in
+time, and what they find on the way is worse."""
 MAX_NODES: Final = 2000
 FEW_COLUMNS: Final = 150
-"""So few columns are settled by programs, which are quicker there. So are more than MAX_COLUMNS, over the best of them:
-searches over all of them do not end in time, and what they find on the way is worse."""
+"""So few columns are settled by programs, which are quicker there."""
+MAX_PRICED: Final = 150_000
+"""Columns of a relaxation; of more only the best are looked at."""
+PRICED_SHARE: Final = 0.6
+"""As TIME_SHARE, where columns are chosen by prices: a class has two levels there."""
 SHARE_STEP: Final = 1e-6
 """Shares unserved this close to each other count as the same."""
-NAME_ORDER: Final = 1e-6
-"""How much more an unserved request of the first model of a class weighs than one of its last."""
 MAX_QUESTIONS: Final = 60
 PROVED: Final = 1e-7
 """Share of all demand within which the rate unserved counts as proved."""
@@ -258,10 +261,12 @@ class SearchLevels:
         return search
 
 
-def settle_by_programs(problem: AllocationProblem, search: Search, *, deadline: float) -> ShortageResult:
-    """Each level as a program, in turn, starting from the search's plan."""
-    rows = _chosen_columns(search)
-    run = _Levels(problem, search, rows, complete=len(rows) == len(search.columns), deadline=deadline)
+def settle_by_programs(
+    problem: AllocationProblem, search: Search, *, deadline: float, whole: int = MAX_COLUMNS
+) -> ShortageResult:
+    """Each level by programs, in turn, starting from the search's plan. ``whole``: most columns of one program."""
+    rows = _looked_at(search)
+    run = _Levels(problem, search, rows, whole=whole, deadline=deadline)
     for goal in levels(problem):
         run.settle(goal)
     values = np.zeros(len(search.columns), dtype=np.int64)
@@ -282,16 +287,13 @@ def _missing(problem: AllocationProblem, search: Search, values: NDArray[np.int6
     return np.maximum(least - held, 0)
 
 
-def _chosen_columns(search: Search) -> NDArray[np.int64]:
-    """All columns if they are few, else those of the generated plans and the best by rate for what they use."""
+def _looked_at(search: Search) -> NDArray[np.int64]:
+    """All columns; of very many what runs, what the plan uses and the best."""
     count = len(search.columns)
-    if count <= MAX_COLUMNS:
+    if count <= MAX_PRICED:
         return np.arange(count)
-    chosen = np.flatnonzero(search.columns.kept | (search.state.values > 0))
-    planned = [plan.columns for plan in search.master.plans]
-    chosen = np.union1d(chosen, np.concatenate(planned))
-    ranked = search.ranked_columns()
-    return np.union1d(chosen, ranked[: MAX_COLUMNS - min(len(chosen), MAX_COLUMNS // 2)])
+    used = np.flatnonzero(search.columns.kept | (search.state.values > 0))
+    return np.union1d(used, search.ranked_columns()[:MAX_PRICED])
 
 
 class _Levels:
@@ -303,12 +305,13 @@ class _Levels:
         search: Search,
         rows: NDArray[np.int64],
         *,
-        complete: bool,
+        whole: int,
         deadline: float,
     ) -> None:
         self.problem, self.columns = problem, search.columns.take(rows)
         self.values = search.state.values[rows]
-        self.proved, self.deadline = complete, deadline
+        self.is_priced = len(rows) > whole
+        self.proved, self.deadline = len(rows) == len(search.columns), deadline
         self.settled: list[Settled] = []
         self.log: list[str] = []
 
@@ -317,7 +320,36 @@ class _Levels:
         if time.monotonic() >= self.deadline:
             self.proved = False
             self.log.append(f"level {goal.kind} {goal.index}: no time left")
+        elif self.is_priced:
+            self._settle_priced(goal)
+        else:
+            self._settle_whole(goal)
+
+    def _settle_priced(self, goal: Goal) -> None:
+        """With columns chosen by prices. A class's rate settles its models', in their order, in the same step."""
+        if goal.kind is GoalKind.MODEL and any(one.goal == goal for one in self.settled):
             return
+        now = time.monotonic()
+        until = now + PRICED_SHARE * (self.deadline - now)
+        level = settle_priced(self.problem, self.columns, self.values, goal=goal, settled=self.settled, until=until)
+        self.values = level.values
+        self.proved &= level.proved
+        if goal.kind is GoalKind.TOTAL:
+            self.settled += [self._unserved(m) for m in self._members(goal.index)]
+        else:
+            self.settled.append(Settled(goal=goal, value=level.reached))
+        self.log.append(f"level {goal.kind} {goal.index}: {level.reached:.6g}, proved above {level.bound:.6g}")
+
+    def _members(self, priority: int) -> list[int]:
+        problem = self.problem
+        rules = [problem.options.rules_of(model) for model in problem.models]
+        return [m for m, one in enumerate(rules) if one.priority == priority and problem.required_requests_per_s[m] > 0]
+
+    def _unserved(self, m: int) -> Settled:
+        value = unserved_rate(self.problem, self.columns, self.values, m)
+        return Settled(goal=Goal(kind=GoalKind.MODEL, index=m), value=value)
+
+    def _settle_whole(self, goal: Goal) -> None:
         program = build_program(self.problem, self.columns, goal=goal, settled=self.settled)
         start = start_point(self.problem, program, self.values)
         reached = self._value(program, start)

@@ -30,7 +30,7 @@ from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import build_program
 from coral_tasks.allocation.reduce import reduced_templates
 from coral_tasks.allocation.search import Search, State
-from coral_tasks.allocation.shortage import MAX_COLUMNS, TIME_SHARE, most_money, settle_shortage
+from coral_tasks.allocation.shortage import TIME_SHARE, most_money, settle_shortage
 from coral_tasks.domain.content import content_digest
 from coral_tasks.domain.errors import Infeasible, PlanRejected
 from coral_tasks.domain.names import PlanId
@@ -120,20 +120,23 @@ class _Run:
         problem: AllocationProblem,
         start: NDArray[np.int64] | None = None,
         *,
-        deadline: float | None = None,
+        served_by: float = math.inf,
         stop_when: Callable[[Search], bool] | None = None,
     ) -> Search:
-        """A finished search for weighted ``problem``; what runs, the last plan and ``start`` are first incumbents."""
+        """A finished search for weighted ``problem``; what runs, the last plan and ``start`` are first incumbents.
+
+        ``served_by``: when it gives up as long as its plan does not serve everything, monotonic time.
+        """
         weights = problem.shortfall_weight
         search = Search(
             problem,
             self.columns,
             weights if weights is not None else np.full(len(problem.models), np.inf),
             gap=self.gap,
-            deadline=self.deadline if deadline is None else deadline,
+            deadline=self.deadline,
             begun=self.begun,
         )
-        search.on_better, search.stop_when = self.hand_over, stop_when
+        search.on_better, search.stop_when, search.served_by = self.hand_over, stop_when, served_by
         search.offer(np.where(self.columns.kept, self.columns.upper, 0))
         for values in (self._previous_values(), start):
             if values is not None:
@@ -164,13 +167,11 @@ class _Run:
         def is_short(search: Search) -> bool:
             return search.state.bound > most
 
-        search = self.search(problem, stop_when=is_short)
+        served_by = time.monotonic() + TIME_SHARE * (self.deadline - time.monotonic())
+        search = self.search(problem, stop_when=is_short, served_by=served_by)
         _, beyond = search.objective_of(search.state.values)
         if beyond <= 0:
             return self._solved(search, shortage_proved=True)
-        if len(self.columns) > MAX_COLUMNS:  # there the levels only improve what they start from
-            until = time.monotonic() + TIME_SHARE * (self.deadline - time.monotonic())
-            search = self.search(problem, search.state.values, deadline=until)
         settled = settle_shortage(self.problem, search, deadline=self.deadline)
         self.log += settled.log
         final = self.search(_with_settled(self.problem, settled.shortfall, settled.missing), start=settled.values)

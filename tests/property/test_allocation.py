@@ -170,6 +170,21 @@ def test_shortage_by_searches_is_that_by_programs(problem):
         assert ours == pytest.approx(theirs, abs=2e-5)
 
 
+@given(problems(weighted=False, options=True))
+def test_shortage_by_chosen_columns_is_that_by_whole_programs(problem):
+    """One column chosen of each group by prices, and the proof after it, reach what programs over all columns do."""
+    columns = build_columns(problem, reduced_templates(problem))
+    assume(len(columns) and problem.required_requests_per_s.any())
+    weights, now = np.ones(len(problem.models)), time.monotonic()
+    search = Search(problem, columns, weights, gap=0.0, deadline=now + 60.0, begun=now)
+    whole, priced = (settle_by_programs(problem, search, deadline=now + 60.0, whole=most) for most in (len(columns), 0))
+    assert whole.proved
+    assert priced.proved
+    assert priced.missing.sum() == whole.missing.sum()
+    for ours, theirs in zip(_by_class(problem, priced), _by_class(problem, whole), strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+
+
 @given(problems(weighted=False, options=True), st.integers(0, 2**32 - 1))
 def test_no_random_plan_beats_the_optimum(problem, seed):
     """No plan drawn at random that serves as much by model is cheaper, where shortage was proved."""

@@ -218,6 +218,15 @@ def test_ties_do_not_flap(world):
     assert {row.region: (row.count, row.num_kept) for row in plan.instances} == {REGION: (1, 1), OTHER: (1, 1)}
 
 
+def test_a_free_instance_that_serves_nobody_goes(world):
+    """Three free instances run where two serve all: two stay, the idle one goes though it costs nothing."""
+    name = "m/aggregated/100ms/1*L4x1/vllm"
+    world.template("m", "a", {"L4x1": 1}, 1.0).ask("m", 2.0)
+    world.pool(REGION, "L4x1", 0.0, 8, market=Market.RESERVED).run(name, REGION, 3, market=Market.RESERVED)
+    plan = solved(world)
+    assert [(row.count, row.num_kept) for row in plan.instances] == [(2, 2)]
+
+
 def test_equal_inputs_give_the_same_plan(world):
     """The same inputs give the same plan id, solved twice."""
     world.template("m", "a", {"L4x1": 1}, 1.0).template("m", "a", {"H100x1": 1}, 1.0)
