@@ -90,7 +90,7 @@ def complete(endpoint: str, *, tokens: int = 4) -> list[int]:
         data=json.dumps(body | {"detokenize": False}).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.loads(answer.read())["usage"]["completion_tokens"]
 
 
@@ -108,7 +108,7 @@ def run(agents: Bench, rows: dict[str, int], epoch: int):
     model = agents.root / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL))
-    policy = POLICY.__class__(ready_timeout_s=700.0, poll_s=0.5, drain_timeout_s=60.0, stop_timeout_s=60.0)
+    policy = POLICY.__class__(ready_timeout_s=700.0, poll_s=0.5, drain_timeout_s=300.0, stop_timeout_s=60.0)
     names = {ModelId("tiny"): str(model)}
     options = DispatchOptions(routing_folder=agents.root / "routing", policy=policy, model_names=names)
     return dispatch_plan(plan(rows, ONE, TWO), agents.endpoints, agents.keys, epoch=epoch, options=options)
