@@ -686,7 +686,9 @@ def _simulate(world: World, plans: Sequence[AllocationPlan], trace: RequestTrace
 def offered_nodes(world: World) -> list[dict[tuple[RegionId, NodeConfigurationId], int]]:
     """Nodes on offer in each epoch, by region and configuration, the same for every planner."""
     if world.request.availability is not None:
-        return read_offered(world.request.availability, world.request.num_epochs)
+        offered = read_offered(world.request.availability, world.request.num_epochs)
+        _require_priced(world.request.availability, offered, world.prices)
+        return offered
     random = np.random.default_rng([world.request.seed, 7])
     keys = sorted({(price.region, price.configuration): price.price_usd_per_hour for price in world.prices}.items())
     cost = np.array([price for _, price in keys])
@@ -746,6 +748,17 @@ def read_offered(path: Path, num_epochs: int) -> list[dict[tuple[RegionId, NodeC
     if empty:
         raise ValidationFailed([Violation(table=path.name, row=f"epoch {k}", value="", rule="no rows") for k in empty])
     return epochs
+
+
+def _require_priced(
+    path: Path, offered: Sequence[Mapping[tuple[RegionId, NodeConfigurationId], int]], prices: Sequence[NodePrice]
+) -> None:
+    """Every offered node must have a price in the setup, else a wrong name would pass for a node nobody wants."""
+    known = {(price.region, price.configuration) for price in prices}
+    unknown = sorted({key for rows in offered for key in rows} - known)
+    if unknown:
+        rule = "the setup has no price of this configuration in this region"
+        raise ValidationFailed([Violation(table=path.name, row=" ".join(key), value="", rule=rule) for key in unknown])
 
 
 def make_trace(request: CompareRequest, setup: Setup, rates: Mapping[str, float]) -> RequestTrace:

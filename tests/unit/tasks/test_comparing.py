@@ -147,6 +147,16 @@ def test_bad_availability_is_refused_by_row_and_rule(tmp_path, text, message):
         read_offered(path, 2)
 
 
+def test_nodes_that_the_setup_does_not_know_are_refused(tmp_path):
+    """A region or configuration without a price in the setup is a wrong name, not a node that nobody takes."""
+    path = tmp_path / "nodes.csv"
+    path.write_text(OFFERED + "0,aws/us-east-2,L4x1,3\n0,aws/nowhere,L4x1,3\n", encoding="utf-8")
+    world = make_world(CompareRequest(work=tmp_path, library=SMALL, num_epochs=1, availability=path))
+    with pytest.raises(ValidationFailed, match=r"aws/nowhere L4x1: the setup has no price") as failed:
+        offered_nodes(world)
+    assert "us-east-2" not in str(failed.value)
+
+
 def test_missing_traces_and_measurements_say_what_is_needed(tmp_path):
     """An empty trace folder and a Helix run without its files name what is missing."""
     with pytest.raises(ValidationFailed, match="exactly one trace whose name holds 'conv'"):
