@@ -265,4 +265,7 @@ def open_store(address: str | Path) -> ObjectStore:
     if "://" in text:
         message = f"no store for {text!r}: give a folder or s3://bucket/prefix"
         raise StorageFault(message)
+    if not text.strip():
+        message = "no address of a store: give a folder or s3://bucket/prefix"
+        raise StorageFault(message)
     return FolderStore(Path(text))

@@ -547,6 +547,7 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
     from coral_tasks.ingestion.batch import parquet_bytes
     from coral_tasks.ingestion.forecast import ForecastSettings, forecast_demand
     from coral_tasks.ingestion.rows import demand_rows, demand_table
+    from coral_tasks.tasks.strict_json import decode_strictly
 
     run = run_store(settings).find(run_id)
     accepted, config = run.path("inputs/demand/accepted.parquet"), settings.home / "forecast.json"
@@ -555,7 +556,7 @@ def planning_demand(settings: Settings, run_id: str, now: datetime) -> Path:
         require_whole(rows, max(row.interval_start for row in rows))
         return accepted
     try:
-        wanted = msgspec.json.decode(config.read_bytes(), type=ForecastSettings)
+        wanted = decode_strictly(config.read_bytes(), ForecastSettings, str(config))
     except (OSError, msgspec.DecodeError) as error:
         raise ValidationFailed([Violation(table=str(config), row="", value="", rule=str(error))]) from error
     planned, notes = forecast_demand(demand_rows(_read_parquet(accepted)), now, wanted)

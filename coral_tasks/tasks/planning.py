@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from coral_tasks.domain.template_set import TemplateSet
 
 CASE_TOLERANCE: Final = 1e-6
+MOST_NODES: Final = 1_000_000
 """Relative difference allowed between an oracle's optimum and ours."""
 
 
@@ -132,7 +133,13 @@ def _one_interval(demand: Sequence[Any], at: str | None) -> list[Any]:
     starts = sorted({row.interval_start for row in demand})
     if not starts:
         return []
-    wanted = starts[-1] if at is None else datetime.fromisoformat(at)
+    try:
+        wanted = starts[-1] if at is None else datetime.fromisoformat(at)
+    except ValueError:
+        wanted = None
+    if wanted is None or wanted.tzinfo is None:
+        rule = "the start of an interval is an ISO 8601 time with a zone, such as 2026-11-29T08:00:00Z"
+        raise ValidationFailed([Violation(table="plan request", row="at", value=str(at), rule=rule)])
     if wanted not in starts:
         shown = ", ".join(start.isoformat() for start in starts[:5])
         raise ValidationFailed(
@@ -148,13 +155,19 @@ def read_options(path: str | None) -> AllocationOptions:
 
     if path is None:
         return AllocationOptions()
-    return decode_file(Path(path), AllocationOptions)
+    return decode_file(Path(path), AllocationOptions, strictly=True)
 
 
-def decode_file[Kind](path: Path, kind: type[Kind]) -> Kind:
-    """A JSON file as a dataclass. Raises StorageFault where it cannot be read, ValidationFailed where it is wrong."""
+def decode_file[Kind](path: Path, kind: type[Kind], *, strictly: bool = False) -> Kind:
+    """A JSON file as a dataclass. Raises StorageFault where it cannot be read, ValidationFailed where it is wrong.
+
+    ``strictly``: names that ``kind`` does not know are wrong.
+    """
+    from coral_tasks.tasks.strict_json import decode_strictly
+
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        data = path.read_bytes()
+        return decode_strictly(data, kind, str(path)) if strictly else msgspec.json.decode(data, type=kind)
     except OSError as error:
         raise StorageFault(f"{path}: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
@@ -171,8 +184,14 @@ def read_plan(path: Path) -> AllocationPlan:
 
 
 def write_result(folder: Path, request: PlanRequest, plan: AllocationPlan) -> Path:
-    """Write ``plan.json`` and ``request.json`` (paths made absolute); each is renamed into place. Path of the plan."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``plan.json`` and ``request.json`` (paths made absolute); each is renamed into place. Path of the plan.
+
+    Raises StorageFault where the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageFault(f"{folder} cannot be made: {error.strerror or error}") from error
     names = ("demand", "prices", "availability", "running", "options", "previous")
     absolute = {name: str(Path(value).resolve()) for name in names if (value := getattr(request, name)) is not None}
     if "://" not in request.library:
@@ -289,6 +308,9 @@ def changed_problem(problem: AllocationProblem, changes: Changes) -> AllocationP
         problem = whatif.with_price_factor(problem, factor, region=region, configuration=configuration)
     for text in changes.nodes:
         name, count = _factor(text)
+        if not count.is_integer() or abs(count) > MOST_NODES:
+            rule = f"must be NAME=NODES, a whole number of up to {MOST_NODES} more or less"
+            raise ValidationFailed([Violation(table="whatif", row="", value=text, rule=rule)])
         region, configuration = _pool(problem, name)
         problem = whatif.with_more_nodes(problem, int(count), region=region, configuration=configuration)
     for name in changes.without_regions:

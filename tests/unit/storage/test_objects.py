@@ -122,3 +122,10 @@ def test_an_unknown_kind_of_address_is_refused(address: str) -> None:
     """Only folders and S3 are stores."""
     with pytest.raises(StorageFault, match=r"no store for|no bucket in"):
         open_store(address)
+
+
+@pytest.mark.parametrize("address", ["", " "])
+def test_no_address_is_no_folder(address: str) -> None:
+    """An empty setting does not mean the folder that the process happens to stand in."""
+    with pytest.raises(StorageFault, match="no address of a store"):
+        open_store(address)

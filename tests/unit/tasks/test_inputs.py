@@ -215,6 +215,9 @@ def test_a_forecast_is_planned_on_where_one_is_configured(settings: Settings) ->
     (settings.home / "forecast.json").write_text('{"method": "guess"}')
     with pytest.raises(ValidationFailed, match="guess"):
         planning_demand(settings, "r1", NOW)
+    (settings.home / "forecast.json").write_text('{"method": "last_value", "quantil": 0.5, "seson": 3}')
+    with pytest.raises(ValidationFailed, match=r"quantil: unknown name(.|\n)*seson: unknown name"):
+        planning_demand(settings, "r1", NOW)
 
 
 def test_every_example_passes_the_check_that_the_command_line_makes(settings: Settings) -> None:

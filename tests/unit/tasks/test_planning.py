@@ -208,6 +208,36 @@ def test_interval_that_is_not_there_is_refused(files):
         call("plan", *files, "--in-process", "--at", "2020-01-01T00:00:00+00:00")
 
 
+@pytest.mark.parametrize("at", ["yesterday", "", "2026-11-29T00:00:00", "2026-13-01T00:00:00Z"])
+def test_a_start_that_is_no_moment_is_refused(files, at):
+    """No traceback, and no guess at a zone."""
+    with pytest.raises(ValidationFailed, match="ISO 8601 time with a zone"):
+        call("plan", *files, "--in-process", "--at", at)
+
+
+def test_a_folder_that_cannot_be_made_is_a_fault(files, tmp_path):
+    """A file stands where the folder should be."""
+    with pytest.raises(StorageFault, match=r"demand\.csv cannot be made: File exists"):
+        call("plan", *files, "--in-process", "--out", str(tmp_path / "demand.csv"))
+
+
+def test_an_option_that_nobody_knows_is_refused_with_its_place(files, tmp_path):
+    """A misspelt option would be passed over, and the plan would be another one than was wanted."""
+    given = {"budget": 5, "headroom": 1.0, "model_rules": [{"model": "m"}, {"model": "n", "min_instance": 1}]}
+    (tmp_path / "options.json").write_text(json.dumps(given))
+    with pytest.raises(ValidationFailed, match="unknown name") as caught:
+        call("plan", *files, "--in-process", "--options", str(tmp_path / "options.json"))
+    assert [one.row for one in caught.value.violations] == ["budget", "model_rules[1].min_instance"]
+
+
+@pytest.mark.parametrize("count", ["1.5", "1e30", "-1e7", "nan"])
+def test_nodes_of_a_what_if_are_whole_and_not_beyond_measure(files, tmp_path, count):
+    """Nothing is rounded, and no number overflows."""
+    call("plan", *files, "--in-process", "--out", str(tmp_path / "out"))
+    with pytest.raises(ValidationFailed, match="must be NAME="):
+        call("whatif", str(tmp_path / "out" / "plan.json"), "--nodes", f"{EAST}/L4x1={count}")
+
+
 def test_verify_allocation_agrees(tmp_path):
     """Right expectations give exit code 0; a wrong one is a difference, an expected no."""
     case = CASES / "single.json"
