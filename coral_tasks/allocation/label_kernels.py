@@ -88,8 +88,8 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
     """Add label i with 1, 2, … copies of column j as long as the bound stays under the ceiling; the labels then."""
     column_use, column_rate, column_cost, column_upper, limit, scale = columns
     required, ceiling = rest[2], rest[3]
-    use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, work = made
-    held, nothing = np.empty(len(limit), np.int64), np.zeros(len(limit), np.int64)
+    use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, work, held, nothing = made
+    work[0] += 1
     _add_use(use[i], nothing, held)
     carried, paid, key = rate[i], cost[i], number[i]
     for n in range(1, column_upper[j] + 1):
@@ -116,7 +116,7 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
 
 def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...]:
     """Room for ``most`` labels, of which label 0 is the empty one: use [most, K], rate, cost, parent, column, copies,
-    beaten, number, following [most], ``slots``, taken [most] and work [1].
+    beaten, number, following [most], ``slots``, taken [most], work [1], and scratch and zeros [K].
 
     ``slots``: -1 everywhere, a power of two above ``most`` long; ``free_slots`` hands them back so. ``beaten``: the
     stage in which a label was beaten, below 0 for those that are left; it is still extended in that stage, since what
@@ -128,7 +128,8 @@ def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...
     use[0], rate[0], cost[0], parent[0], column[0], copies[0] = 0, 0.0, 0.0, -1, -1, 0
     number[0], following[0], beaten[0], taken[0] = 0, -1, -1, _slot_of(0, slots, number)
     slots[taken[0]] = 0
-    return use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, np.zeros(1, dtype=np.int64)
+    made = (use, rate, cost, parent, column, copies, beaten, number, following, slots, taken)
+    return *made, np.zeros(1, dtype=np.int64), *np.zeros((2, num_resources), dtype=np.int64)
 
 
 @_jit

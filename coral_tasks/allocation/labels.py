@@ -29,8 +29,9 @@ MAX_MADE: Final = 2**20
 """Labels made of the columns of one group, those beaten later included."""
 MAX_JOINS: Final = 400_000_000
 """Pairs of labels looked at in one join."""
-MAX_WORK: Final = 100_000_000
-"""Steps of making the labels of one group; beyond, the enumeration gives up. Those that end take up to 3 million."""
+MAX_WORK: Final = 50_000_000
+"""Steps of making labels, all groups together; beyond, the enumeration gives up. Those that end take up to 11 million
+on the benchmarks' instances."""
 LOOK_AFTER: Final = 10_000_000
 """Steps, or pairs, after which the clock is looked at."""
 MAX_COMPARED: Final = 4_000
@@ -146,6 +147,7 @@ class Enumeration:
     target: float
     deadline: float = math.inf
     history: _History = field(default_factory=_History)
+    work: int = 0
     slots: NDArray[np.int32] = field(default_factory=lambda: np.full(2 * MAX_MADE, NONE, dtype=np.int32))
 
     def best(self) -> tuple[float, dict[int, int]] | None:
@@ -203,11 +205,12 @@ class Enumeration:
         )
         table = (rest.table, rest.tracked, required, ceiling)
         room = label_kernels.room_for_labels(MAX_MADE, len(self.resources), self.slots)
-        at, work = np.array([1, 0, 0, 1], dtype=np.int64), room[11]
-        while not label_kernels.extend_labels(limits, table, room, at, int(work[0]) + LOOK_AFTER):
-            if at[0] >= MAX_MADE or work[0] > MAX_WORK:
+        at, steps = np.array([1, 0, 0, 1], dtype=np.int64), room[11]
+        while not label_kernels.extend_labels(limits, table, room, at, int(steps[0]) + LOOK_AFTER):
+            if at[0] >= MAX_MADE or self.work + steps[0] > MAX_WORK:
                 raise TooManyLabels
             self.require_time()
+        self.work += int(steps[0])
         count = int(at[0])
         label_kernels.free_slots(self.slots, room[10], count)
         # copies, so that the room for more can be given back

@@ -35,6 +35,8 @@ FEW_COLUMNS: Final = 150
 """So few columns are settled by programs, which are quicker there."""
 MAX_PRICED: Final = 150_000
 """Columns of a relaxation; of more only the best are looked at."""
+PRICED_AFTER: Final = 0.2
+"""Of the whole time after which a search over so many columns that is still short leaves off for the levels."""
 PRICED_SHARE: Final = 0.6
 """As TIME_SHARE, where columns are chosen by prices: a class has two levels there."""
 SHARE_STEP: Final = 1e-6

@@ -30,7 +30,7 @@ from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import build_program
 from coral_tasks.allocation.reduce import reduced_templates
 from coral_tasks.allocation.search import Search, State
-from coral_tasks.allocation.shortage import TIME_SHARE, most_money, settle_shortage
+from coral_tasks.allocation.shortage import MAX_COLUMNS, PRICED_AFTER, TIME_SHARE, most_money, settle_shortage
 from coral_tasks.domain.content import content_digest
 from coral_tasks.domain.errors import Infeasible, PlanRejected
 from coral_tasks.domain.names import PlanId
@@ -167,7 +167,8 @@ class _Run:
         def is_short(search: Search) -> bool:
             return search.state.bound > most
 
-        served_by = time.monotonic() + TIME_SHARE * (self.deadline - time.monotonic())
+        share = TIME_SHARE if len(self.columns) <= MAX_COLUMNS else PRICED_AFTER
+        served_by = time.monotonic() + share * (self.deadline - time.monotonic())
         search = self.search(problem, stop_when=is_short, served_by=served_by)
         _, beyond = search.objective_of(search.state.values)
         if beyond <= 0:
