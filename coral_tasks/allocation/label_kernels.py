@@ -84,8 +84,11 @@ def _slot_of(key: int, slots: Any, number: Any) -> int:
 
 
 @_jit
-def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int:
-    """Add label i with 1, 2, … copies of column j as long as the bound stays under the ceiling; the labels then."""
+def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int, most_work: int) -> int:
+    """Add label i with 1, 2, … copies of column j as long as the bound stays under the ceiling; the labels then.
+
+    All the room once more than ``most_work`` steps have been made.
+    """
     column_use, column_rate, column_cost, column_upper, limit, scale = columns
     required, ceiling = rest[2], rest[3]
     use, rate, cost, parent, column, copies, beaten, number, following, slots, taken, work, held, nothing = made
@@ -95,6 +98,8 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int) -> int
     for n in range(1, column_upper[j] + 1):
         if carried >= required or count == len(cost):
             break
+        if work[0] > most_work:
+            return len(cost)
         carried, paid = min(carried + column_rate[j], required), paid + column_cost[j]
         _add_use(held, column_use[j], held)
         if _exceeds(held, nothing, limit) or paid + _rest_of(held, carried, rest) > ceiling:
@@ -133,13 +138,14 @@ def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...
 
 
 @_jit
-def extend_labels(columns: Any, rest: Any, made: Any, at: Any, pause: int) -> bool:
+def extend_labels(columns: Any, rest: Any, made: Any, at: Any, pause: int, most_work: int) -> bool:
     """Labels that columns make, taken in their order, without those that another one of the same use beats.
 
     ``columns``: (use [n, K], rate, cost, upper [n], limit, scale [K]): the last two the limits and what each
     unit adds to the number of a use; ``rest``: (table, tracked, required rate, ceiling). ``at``: where it stands and
     goes on: labels there are, column, label of that column to extend next, labels when the column began; starts as
-    (1, 0, 0, 1). Pauses when ``pause`` steps have been made in all or the room is full; True once all columns are done.
+    (1, 0, 0, 1). Pauses when ``pause`` steps have been made in all or the room is full, which it counts as after
+    ``most_work`` steps; True once all columns are done.
     """
     most, work = len(made[1]), made[11]
     while at[1] < len(columns[1]):
@@ -147,7 +153,7 @@ def extend_labels(columns: Any, rest: Any, made: Any, at: Any, pause: int) -> bo
         while at[2] < at[3]:
             i = at[2]
             if made[6][i] < 0 or made[6][i] == j:
-                at[0] = _grow(i, j, columns, rest, made, at[0])
+                at[0] = _grow(i, j, columns, rest, made, at[0], most_work)
             at[2] += 1
             if work[0] > pause or at[0] == most:
                 return False

@@ -206,8 +206,9 @@ class Enumeration:
         table = (rest.table, rest.tracked, required, ceiling)
         room = label_kernels.room_for_labels(MAX_MADE, len(self.resources), self.slots)
         at, steps = np.array([1, 0, 0, 1], dtype=np.int64), room[11]
-        while not label_kernels.extend_labels(limits, table, room, at, int(steps[0]) + LOOK_AFTER):
-            if at[0] >= MAX_MADE or self.work + steps[0] > MAX_WORK:
+        most = MAX_WORK - self.work
+        while not label_kernels.extend_labels(limits, table, room, at, int(steps[0]) + LOOK_AFTER, most):
+            if at[0] >= MAX_MADE or steps[0] > most:
                 raise TooManyLabels
             self.require_time()
         self.work += int(steps[0])

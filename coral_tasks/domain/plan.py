@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from coral_tasks.domain.names import LibraryVersion, Market, ModelId, PlanId, RegionId, TemplateId
 from coral_tasks.domain.templates import ServingTemplate
 from coral_tasks.domain.validation import Checks
+
+MAX_COUNT: Final = 2**31 - 1
+"""Most instances of one row; a larger number is a broken file, and would not fit the arrays of the check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class PlannedInstances:
 
     def __post_init__(self) -> None:
         checks = Checks("plan", f"{self.template} {self.region} {self.market}")
-        checks.require(self.count >= 1, "count must be at least 1", self.count)
+        checks.require(1 <= self.count <= MAX_COUNT, f"count must be between 1 and {MAX_COUNT}", self.count)
         checks.require(0 <= self.num_kept <= self.count, "num_kept must be between 0 and count", self.num_kept)
         checks.raise_if_any()
 

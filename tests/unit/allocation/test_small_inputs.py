@@ -243,6 +243,15 @@ def test_throughput_a_thousandth_of_the_demand(world):
     assert plan.certificate.gap == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_third_of_a_million_instances(world):
+    """100,000 requests/s from instances of 0.3: 333,334 of them, proved, though no table of units tells them apart."""
+    world.template("m", "a", {"L4x1": 1}, 0.3)
+    world.ask("m", 100_000.0).pool(REGION, "L4x1", 3.0, 1_000_000)
+    plan = solved(world)
+    assert list(counts(plan).values()) == [333_334]
+    assert plan.certificate.gap == pytest.approx(0.0, abs=1e-9)
+
+
 def test_running_template_that_left_the_library_is_kept(world):
     """Its template is carried by the last plan: with a start-up cost above the saving it stays, none is started."""
     world.template("m", "a", {"L4x1": 1}, 1.0).ask("m", 2.0).pool(REGION, "L4x1", 2.0, 5)
