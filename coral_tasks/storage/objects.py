@@ -6,6 +6,8 @@ the caller saw. Knows nothing of what the bytes mean.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -25,6 +27,9 @@ TEMPORARY_PREFIX: Final = ".tmp-"
 """Names of files being written; listings leave them out."""
 
 LOCK_NAME: Final = ".lock"
+
+MOST_TRIES: Final = 100
+"""Tries to make a file in a folder that others remove, before what goes wrong counts."""
 
 S3_READ_S: Final = 60.0
 """Longest silence of S3: a library's files are large, and S3 answers a put only when it has all of it."""
@@ -114,8 +119,7 @@ class FolderStore(ObjectStore):
         """Write to a temporary file beside the target, flush it to disk, rename."""
         path = self._path(key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
+            handle, name = _temporary_file(path.parent)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(data)
@@ -156,12 +160,13 @@ class FolderStore(ObjectStore):
         base = self._root / PurePosixPath(prefix + "x").parent
         found = []
         try:
-            for path in base.rglob("*") if base.is_dir() else ():
+            for path in _files_below(base):
                 key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and path.is_file() and not path.name.startswith((TEMPORARY_PREFIX, ".lock")):
-                    status = path.stat()
-                    modified = datetime.fromtimestamp(status.st_mtime, UTC)
-                    found.append(ObjectInfo(key=key, size_bytes=status.st_size, modified=modified))
+                if key.startswith(prefix) and not path.name.startswith((TEMPORARY_PREFIX, LOCK_NAME)):
+                    with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                        status = path.stat()
+                        modified = datetime.fromtimestamp(status.st_mtime, UTC)
+                        found.append(ObjectInfo(key=key, size_bytes=status.st_size, modified=modified))
         except OSError as error:
             raise _fault(f"cannot list {prefix} in {self.address}", error) from error
         return tuple(sorted(found, key=lambda info: info.key))
@@ -171,12 +176,46 @@ class FolderStore(ObjectStore):
         path = self._path(key)
         try:
             path.unlink(missing_ok=True)
-            for parent in path.relative_to(self._root).parents:
-                folder = self._root / parent
-                if folder != self._root and folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
+            for parent in list(path.relative_to(self._root).parents)[:-1]:
+                if not _remove_if_empty(self._root / parent):
+                    break
         except OSError as error:
             raise _fault(f"cannot delete {key} in {self.address}", error) from error
+
+
+def _temporary_file(folder: Path) -> tuple[int, str]:
+    """A new file in a folder that is made; another process's ``delete`` may remove it, still empty, in between."""
+    for _ in range(MOST_TRIES):
+        # that it exists is said too when it was gone again before it was seen to be a folder
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
+
+
+def _remove_if_empty(folder: Path) -> bool:
+    """Whether the folder is gone afterwards; that another process removed or filled it meanwhile is no fault."""
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Every file, none where there is no folder; what goes meanwhile is passed over, the unreadable raises OSError."""
+
+    def unless_gone(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for place, _, names in os.walk(folder, onerror=unless_gone):
+        yield from (path for name in names if (path := Path(place, name)).is_file())
 
 
 class S3Store(ObjectStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,26 @@ def test_half_written_files_are_never_listed(tmp_path: Path) -> None:
     (tmp_path / "a" / f"{TEMPORARY_PREFIX}left").write_bytes(b"half")
     store.put("a/whole", b"x")
     assert [info.key for info in store.list("")] == ["a/whole"]
+
+
+def test_writers_and_removers_of_one_folder_do_not_harm_each_other(tmp_path: Path) -> None:
+    """Several put, list and delete in the same folders, which come and go with their files: no fault, nothing left."""
+    store = FolderStore(tmp_path)
+
+    def come_and_go(number: int) -> None:
+        for round_number in range(150):
+            key = f"work/deep/{number}"
+            store.put(key, b"x")
+            assert key in {info.key for info in store.list("work/")}
+            assert store.get(key) == b"x"
+            store.delete(key)
+            store.delete(f"work/deep/never-{round_number}")
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for done in [pool.submit(come_and_go, number) for number in range(4)]:
+            done.result()
+    assert store.list("") == ()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
