@@ -127,4 +127,4 @@ def agent_config(fields: Mapping[str, object], *, source: str) -> AgentConfig:
 def _decode(kind: type, value: object) -> object:
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
-    raise NotImplementedError(kind)
+    raise NotImplementedError(kind)  # how msgspec wants to hear that a hook does not know a type

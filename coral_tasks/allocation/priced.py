@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from coral_tasks.allocation.columns import Columns
 from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import Goal, GoalKind, Program, Settled, build_program
-from coral_tasks.allocation.search import start_point
-from coral_tasks.domain.errors import SolverFault
-from coral_tasks.optimization.mip import ArrayProgram, MipOutcome, MipResult, solve_arrays, whole_values
+from coral_tasks.allocation.search import start_point, whole_on
+from coral_tasks.optimization.mip import ArrayProgram, MipOutcome, solve_arrays
 
 LOOKS: Final = ((0.4, 800), (1.0, 2200))
 """Programs that look for a plan: share of the time left to them, and columns chosen, in all …"""
@@ -172,24 +171,13 @@ class _Run:
             start_values=start_point(self.problem, program, level.values[rows]),
             options=options,
         )
-        values = self._whole(result, rows)
+        values = whole_on(len(self.columns), result.solution(), rows) if result.has_solution else None
         if values is not None:
             reached = self.value_of(values)
             if reached < level.reached:
                 level = replace(level, values=values, reached=reached)
         proved = level.reached if result.outcome is MipOutcome.INFEASIBLE else result.bound
         return level, 0.0 if proved is None else proved
-
-    def _whole(self, result: MipResult, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Instances of all columns; None without a whole solution."""
-        if not result.has_solution:
-            return None
-        values = np.zeros(len(self.columns), dtype=np.int64)
-        try:
-            values[rows] = whole_values(result.solution()[: len(rows)])
-        except SolverFault:
-            return None
-        return values
 
 
 def _column_sums(arrays: ArrayProgram, row_duals: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -624,16 +624,7 @@ class Search:
 
     def _whole(self, result: MipResult, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Instances of all columns from a program over ``rows``; None without a whole solution: the incumbent stays."""
-        return self.whole_on(result.solution(), rows) if result.has_solution else None
-
-    def whole_on(self, solution: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Instances of all columns from a solution of a program over ``rows``; None where it is not whole."""
-        values = np.zeros(len(self.columns), dtype=np.int64)
-        try:
-            values[rows] = whole_values(solution[: len(rows)])
-        except SolverFault:
-            return None
-        return values
+        return whole_on(len(self.columns), result.solution(), rows) if result.has_solution else None
 
     def _prove(self, result: MipResult) -> None:
         """What an ended program proves."""
@@ -677,7 +668,7 @@ class _Progress:
 
     def on_solution(self, values: NDArray[np.float64]) -> None:
         """Offer a whole solution at once."""
-        whole = self.search.whole_on(values, self.rows)
+        whole = whole_on(len(self.search.columns), values, self.rows)
         if whole is not None:
             self.search.offer(whole)
 
@@ -685,6 +676,16 @@ class _Progress:
         """Keep the bound."""
         if self.proves:
             self.search.prove(bound)
+
+
+def whole_on(count: int, solution: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Instances of all ``count`` columns from a solution of a program over ``rows``; None where it is not whole."""
+    values = np.zeros(count, dtype=np.int64)
+    try:
+        values[rows] = whole_values(solution[: len(rows)])
+    except SolverFault:
+        return None
+    return values
 
 
 def unserved_rate(problem: AllocationProblem, columns: Columns, values: NDArray[np.int64], m: int) -> float:

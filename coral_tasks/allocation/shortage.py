@@ -23,7 +23,7 @@ from coral_tasks.allocation.columns import Columns
 from coral_tasks.allocation.priced import NAME_ORDER, settle_priced
 from coral_tasks.allocation.problem import AllocationProblem
 from coral_tasks.allocation.program import Goal, GoalKind, Program, Settled, build_program
-from coral_tasks.allocation.search import Search, start_point, unserved_rate
+from coral_tasks.allocation.search import Search, start_point, unserved_rate, whole_on
 from coral_tasks.domain.errors import SolverFault
 from coral_tasks.optimization.mip import MipOutcome, MipResult, solve_arrays, whole_values
 
@@ -246,7 +246,7 @@ class SearchLevels:
             options={"mip_max_nodes": MAX_NODES},
         )
         if result.has_solution:
-            values = search.whole_on(result.solution(), np.arange(len(search.columns)))
+            values = whole_on(len(search.columns), result.solution(), np.arange(len(search.columns)))
             if values is not None:
                 search.offer(values)
         if result.bound is not None:
