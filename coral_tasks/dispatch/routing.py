@@ -7,7 +7,7 @@ anew and renamed, so that a gateway never reads half a table.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,8 @@ def litellm_config(table: RoutingTable) -> str:
 
     LiteLLM sends a request to one server; it does not couple prefill and decode. Aggregated instances are listed
     under the model's name, the others under ``<model>:prefill`` and ``<model>:decode`` for a prefill/decode proxy.
-    Written as JSON, which is YAML.
+    Its retries alone may pick the same instance again; with the weighted failover a request leaves out every instance
+    that failed it until one answers or none is left. Written as JSON, which is YAML.
     """
     models = [
         {
@@ -95,7 +96,12 @@ def litellm_config(table: RoutingTable) -> str:
         }
         for route in table.routes
     ]
-    document = {"model_list": models, "router_settings": {"routing_strategy": "simple-shuffle"}}
+    settings = {
+        "routing_strategy": "simple-shuffle",
+        "enable_weighted_failover": True,
+        "max_fallbacks": max(Counter(one["model_name"] for one in models).values(), default=1),
+    }
+    document = {"model_list": models, "router_settings": settings}
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 

@@ -86,7 +86,8 @@ def keep_asking(address: str, seen: Counter[str], failures: list[str], stop: thr
 
 def test_litellm_takes_the_published_configuration_and_loses_nothing(tmp_path: Path) -> None:
     """Shares match the weights 1 : 1 : 3 within four standard errors; while an instance is drained and stopped no
-    request fails, although LiteLLM still has the table from before; started anew it uses only the instances left.
+    request fails, although LiteLLM still has the table from before, nor where it lists four times the dead weight of
+    the living; started anew it uses only the instances left.
     """
     with bench(tmp_path, {"a": ["a1", "a2"], "b": ["b1", "b2"]}, time_scale=5.0) as agents:
         assert agents.dispatch(plan({"one": 2, "two": 1}, ONE, TWO)).converged
@@ -109,6 +110,10 @@ def test_litellm_takes_the_published_configuration_and_loses_nothing(tmp_path: P
             assert shrunk.converged, shrunk.problems
             assert failures == []
             assert during.total() > 20
+            assert agents.dispatch(plan({"one": 1}, ONE)).converged  # of weights 1 : 1 : 3 only one instance is left
+            left = {route.instance for route in read_routing(table).routes}
+            assert {ask(address) for _ in range(60)} == left and len(left) == 1
+        assert agents.dispatch(plan({"one": 1, "two": 1}, ONE, TWO)).converged
         left = {route.instance for route in read_routing(table).routes}
         assert len(left) == 2
         with gateway(configuration, tmp_path / "gateway.log") as address:

@@ -62,7 +62,8 @@ def test_the_litellm_configuration_has_an_entry_per_instance() -> None:
     assert first["model_name"] == "m"
     assert first["litellm_params"] == {"model": "hosted_vllm/m", "api_base": "http://10.0.0.1:1000/v1", "weight": 10.0}
     assert [one["model_name"] for one in document["model_list"]] == ["m", "m", "m:decode"]
-    assert document["router_settings"] == {"routing_strategy": "simple-shuffle"}
+    settings = {"routing_strategy": "simple-shuffle", "enable_weighted_failover": True, "max_fallbacks": 2}
+    assert document["router_settings"] == settings  # as many failovers as the largest group has instances
 
 
 def test_tables_are_written_whole_and_read_back(tmp_path: Path) -> None:
