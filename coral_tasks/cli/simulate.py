@@ -142,7 +142,15 @@ def backtest(
     hours: Annotated[float, typer.Option(help="Hours of the day, from its first interval.")] = 24.0,
     every: Annotated[int, typer.Option(help="Intervals of 5 minutes between two plans.")] = 3,
     margin: Annotated[float, typer.Option(help="Policy last: planned over last demand.")] = 1.1,
-    policy: Annotated[list[str] | None, typer.Option(help="last, oracle or peak; repeat. Default: all.")] = None,
+    method: Annotated[
+        str, typer.Option(help="Policy forecast: last_value, seasonal_naive or smoothing.")
+    ] = "smoothing",
+    quantile: Annotated[float, typer.Option(help="Policy forecast: quantile of its errors that planning adds.")] = 0.95,
+    season: Annotated[int, typer.Option(help="Policy forecast: intervals in a season.")] = 288,
+    max_gap: Annotated[int, typer.Option(help="Policy forecast: newest intervals that may be unknown.")] = 2,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="forecast, last, oracle or peak; repeat. Default: all.")
+    ] = None,
     headroom: Annotated[float, typer.Option(help="Share of capacity that demand may use.")] = 0.7,
     router: Annotated[str, typer.Option(help="weighted_round_robin or least_loaded.")] = "weighted_round_robin",
     seed: Annotated[int, typer.Option(help="Seed of availability and trace.")] = 0,
@@ -163,6 +171,7 @@ def backtest(
         hours=hours,
         every=every,
         margin=margin,
+        forecast=backtesting.forecast_settings(method=method, quantile=quantile, season=season, max_gap=max_gap),
         policies=tuple(policy or backtesting.POLICIES),
         headroom=headroom,
         router=router,

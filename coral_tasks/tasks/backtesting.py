@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coral_tasks.domain.errors import UnknownName
+from coral_tasks.domain.errors import StaleInput, UnknownName
 from coral_tasks.domain.market import Demand, NodeAvailability, NodePrice
 from coral_tasks.domain.models import RequestShape
-from coral_tasks.domain.names import Phase
+from coral_tasks.domain.names import Market, Phase
 from coral_tasks.domain.validation import Checks
+from coral_tasks.ingestion.forecast import ForecastSettings, Method, forecast_demand
 from coral_tasks.tasks.comparing import (
     ROUTERS,
     START,
@@ -50,9 +52,9 @@ MAX_HOURS: Final = 744.0
 SMALL: Final = 1e-6
 """Share of a rate that is rounding, no shortage."""
 
-POLICIES: Final = ("last", "oracle", "peak")
-"""last: plan on the last interval's demand times the margin. oracle: on the demand to come. peak: once, for the day's
-highest rates."""
+POLICIES: Final = ("forecast", "last", "oracle", "peak")
+"""forecast: plan as the pipeline does, on its own forecast of the next interval from those before. last: on the last
+interval's demand times the margin. oracle: on the demand to come. peak: once, for the day's highest rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,8 @@ class BacktestRequest:
 
     ``demand``, ``prices``, ``availability``: records in files; without ``demand`` the setup's day is replayed, and then
     the others must be missing too, since their times would not be the day's. ``traces``: folder with the Azure traces,
-    whose lengths the simulated requests take; None: log-normal ones, whose tail is far longer.
+    whose lengths the simulated requests take; None: log-normal ones, whose tail is far longer. ``margin``: of the
+    policy last; ``forecast``: of the policy forecast, as ``<home>/forecast.json`` has it for the pipeline.
     """
 
     work: Path
@@ -73,6 +76,7 @@ class BacktestRequest:
     hours: float = 24.0
     every: int = 3
     margin: float = 1.1
+    forecast: ForecastSettings = field(default_factory=ForecastSettings)
     headroom: float = 0.7
     startup_s: float = 120.0
     policies: tuple[str, ...] = POLICIES
@@ -110,9 +114,16 @@ class BacktestRequest:
         return -(-self.num_intervals // self.every)
 
 
+def forecast_settings(*, method: str, quantile: float, season: int, max_gap: int) -> ForecastSettings:
+    """Settings by the names of ``<home>/forecast.json``. Raises UnknownName or ValidationFailed."""
+    if method not in tuple(Method):
+        raise UnknownName(kind="forecast method", name=method, known=tuple(Method))
+    return ForecastSettings(method=Method(method), quantile=quantile, season=season, max_gap=max_gap)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """Demand of every interval, and what the planners know besides.
+    """Demand of every interval, and what the planners know besides. A model without a row in one: unknown, not zero.
 
     ``prices``, ``availability``: rows at each planning moment where they were recorded, else empty: the world's prices,
     ``offered`` nodes.
@@ -132,6 +143,37 @@ class Day:
         prices = "recorded prices" if self.prices else "catalogue prices"
         return f"{demand}; {prices}; {'recorded availability' if self.availability else 'availability is made up'}"
 
+    def start(self, interval: int) -> datetime:
+        """Start of the interval of that number, counted from the first one that has a row."""
+        number, row = next((k, row) for k, rows in enumerate(self.intervals) for row in rows)
+        return row.interval_start + timedelta(seconds=INTERVAL_S * (interval - number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a policy plans on: a row for each model, and by model what a forecast had to replace."""
+
+    demand: tuple[Demand, ...]
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDay:
+    """The plan in force from each planning moment on; ``refused``: why none was made, by number of the moment.
+
+    Where it was refused the plan before stays; before the first one a plan without instances stands for none.
+    ``notes``: plans by what their forecasts had to replace.
+    """
+
+    plans: tuple[AllocationPlan, ...]
+    refused: Mapping[int, str]
+    notes: Mapping[str, int]
+
+    @property
+    def num_without_plan(self) -> int:
+        """Planning moments before the first plan."""
+        return next((k for k in range(len(self.plans)) if k not in self.refused), len(self.plans))
+
 
 def backtest(
     request: BacktestRequest, on_progress: Callable[[str], None] = lambda _: None
@@ -145,14 +187,16 @@ def backtest(
     hours = len(day.intervals) * INTERVAL_S / 3600
     request = dataclasses.replace(request, hours=min(request.hours, hours))
     rows = []
-    for policy in request.policies:
-        on_progress(policy)
-        plans = plan_day(request, day, policy)
-        rows.append({"policy": policy, **judge_day(request, day, plans)})
     notes = [
         f"{request.num_intervals} intervals of 5 minutes, a plan every {request.every}; margin {request.margin:g}",
         day.notes,
     ]
+    for policy in request.policies:
+        on_progress(policy)
+        planned = plan_day(request, day, policy)
+        rows.append({"policy": policy, **judge_day(request, day, planned)})
+        if policy == "forecast":
+            notes += _forecast_notes(request, day, planned)
     summary = {"setup": request.setup, "rows": rows, "notes": notes}
     path = request.work / f"backtest-{request.setup}.html"
     write_table_page(path, f"Back-test: {request.setup}", rows, notes)
@@ -210,37 +254,89 @@ def _setup_day(request: BacktestRequest) -> tuple[tuple[Demand, ...], ...]:
     return tuple(tuple(rows[k * per_interval : (k + 1) * per_interval]) for k in range(count))
 
 
-def plan_day(request: BacktestRequest, day: Day, policy: str) -> list[AllocationPlan]:
-    """One plan for each planning moment, each started from the one before."""
-    from coral_tasks.allocation.solve import solve_allocation
+def _forecast_notes(request: BacktestRequest, day: Day, planned: PlannedDay) -> list[str]:
+    """How the policy forecast was set, and what it did where it knew too little, in words."""
+    count = len(planned.plans)
+    wanted = request.forecast
+    settings = f"quantile {wanted.quantile:g}, season {wanted.season}, max_gap {wanted.max_gap}"
+    found = [f"forecast by {wanted.method}, {settings}: of the interval at each planning moment, from those before it"]
+    if planned.refused:
+        why = planned.refused[min(planned.refused)]
+        found.append(
+            f"forecast: {len(planned.refused)} of {count} plans refused, first: {why}; as in the pipeline the plan in "
+            "force stays"
+        )
+    if planned.num_without_plan:
+        num_intervals = min(planned.num_without_plan * request.every, len(day.intervals))
+        share = _asked(day.intervals[:num_intervals]) / max(_asked(day.intervals), 1e-12)
+        found.append(
+            f"forecast: no plan in force for the first {num_intervals} intervals: {share:.3f} of the demand, all short"
+        )
+    return found + [f"forecast: {plans} of {count} plans: {text}" for text, plans in sorted(planned.notes.items())]
 
+
+def _asked(intervals: Sequence[Sequence[Demand]]) -> float:
+    return sum(row.requests_per_s for rows in intervals for row in rows)
+
+
+def plan_day(request: BacktestRequest, day: Day, policy: str) -> PlannedDay:
+    """The plan of each planning moment, each started from the one before."""
     plans: list[AllocationPlan] = []
+    refused: dict[int, str] = {}
+    notes: Counter[str] = Counter()
     for k in range(request.num_plans):
         if policy == "peak" and plans:
             plans.append(plans[-1])
             continue
-        demand = expected_demand(request, day, policy, k * request.every)
-        running = running_instances(plans[-1]) if plans else ()
-        problem = day.world.problem(
-            k,
-            day.offered[k],
-            running,
-            demand=demand,
-            prices=day.prices[k] if day.prices else None,
-            availability=day.availability[k] if day.availability else None,
-        )
-        plans.append(solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap))
-    return plans
+        try:
+            expected = expected_demand(request, day, policy, k * request.every)
+        except StaleInput as refusal:
+            refused[k] = str(refusal)
+            plans.append(plans[-1] if plans else _nothing(request, day))
+            continue
+        plans.append(_plan(request, day, k, expected.demand, plans[-1] if plans else None))
+        notes.update({text for texts in expected.notes.values() for text in texts})
+    return PlannedDay(plans=tuple(plans), refused=refused, notes=notes)
 
 
-def expected_demand(request: BacktestRequest, day: Day, policy: str, interval: int) -> tuple[Demand, ...]:
-    """What the policy plans on at the start of an interval."""
+def _plan(
+    request: BacktestRequest, day: Day, number: int, demand: Sequence[Demand], before: AllocationPlan | None
+) -> AllocationPlan:
+    from coral_tasks.allocation.solve import solve_allocation
+
+    problem = day.world.problem(
+        number,
+        day.offered[number],
+        running_instances(before) if before else (),
+        demand=demand,
+        prices=day.prices[number] if day.prices else None,
+        availability=day.availability[number] if day.availability else None,
+    )
+    return solve_allocation(problem, time_limit_s=request.time_limit_s, gap=request.gap)
+
+
+def _nothing(request: BacktestRequest, day: Day) -> AllocationPlan:
+    """A plan without instances, for the time before the first one: nothing asked for, so nothing planned."""
+    rows = covering_demand(day.intervals)
+    return _plan(request, day, 0, [dataclasses.replace(row, requests_per_s=0.0) for row in rows], None)
+
+
+def expected_demand(request: BacktestRequest, day: Day, policy: str, interval: int) -> Expected:
+    """What the policy plans on at the start of an interval.
+
+    Raises StaleInput where the forecast knows too little: the pipeline then stops, and the plan in force stays.
+    """
+    if policy == "forecast":
+        # Of the running interval only which models it has is used: one that was never seen is not planned at zero.
+        rows = [row for rows in day.intervals[: interval + 1] for row in rows]
+        demand, notes = forecast_demand(rows, day.start(interval), request.forecast)
+        return Expected(demand=demand, notes=notes)
     if policy == "oracle":
-        return covering_demand(day.intervals[interval : interval + request.every])
+        return Expected(demand=covering_demand(day.intervals[interval : interval + request.every]))
     if policy == "peak":
-        return covering_demand(day.intervals)
+        return Expected(demand=covering_demand(day.intervals))
     before = day.intervals[interval - 1] if interval else day.intervals[0]
-    return covering_demand([before], request.margin)
+    return Expected(demand=covering_demand([before], request.margin))
 
 
 def covering_demand(intervals: Sequence[Sequence[Demand]], factor: float = 1.0) -> tuple[Demand, ...]:
@@ -274,28 +370,56 @@ def _covering_row(rows: Sequence[Demand], factor: float) -> Demand:
     return dataclasses.replace(rows[0], requests_per_s=rate * factor, shape=shape)
 
 
-def judge_day(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> dict[str, Any]:
-    """Cost with start-up, shortage against the real demand, churn, and attainment if simulated."""
-    asked = short = 0.0
+def judge_day(request: BacktestRequest, day: Day, planned: PlannedDay) -> dict[str, Any]:
+    """Cost with start-up, shortage and surplus against the real demand, churn, and attainment if simulated.
+
+    ``shortage_share``, ``surplus_share``: demand beyond the capacity of the plan in force, and capacity beyond the
+    demand (headroom is part of it), summed over models and intervals, over the demand.
+    """
+    plans = planned.plans
+    short = surplus = 0.0
     short_intervals = 0
     for k, rows in enumerate(day.intervals):
-        plan = plans[k // request.every]
-        missing = [max(row.requests_per_s - capacity(plan, row), 0.0) for row in rows]
-        asked += sum(row.requests_per_s for row in rows)
-        short += sum(missing)
-        short_intervals += any(value > SMALL * row.requests_per_s for value, row in zip(missing, rows, strict=True))
-    started, startup = _started(request, plans)
-    hours = request.every * INTERVAL_S / 3600
-    nodes = sum(plan.certificate.cost_usd_per_hour * hours for plan in plans)
+        room = [capacity(plans[k // request.every], row) - row.requests_per_s for row in rows]
+        short += sum(max(-value, 0.0) for value in room)
+        surplus += sum(max(value, 0.0) for value in room)
+        short_intervals += any(-value > SMALL * row.requests_per_s for value, row in zip(room, rows, strict=True))
+    asked = _asked(day.intervals)
+    started, startup = _started(request, plans[planned.num_without_plan :])
+    nodes, hours = _nodes_usd(request, day, plans), len(day.intervals) * INTERVAL_S / 3600
     found = {
         "cost_usd": nodes + startup,
         "startup_usd": startup,
-        "usd_per_hour": (nodes + startup) / (len(plans) * hours),
+        "usd_per_hour": (nodes + startup) / hours,
         "shortage_share": short / asked if asked else 0.0,
+        "surplus_share": surplus / asked if asked else 0.0,
         "short_intervals": short_intervals,
         "instances_started": started,
+        "plans_refused": len(planned.refused),
     }
     return found if not request.simulate else {**found, **_simulated(request, day, plans)}
+
+
+def _nodes_usd(request: BacktestRequest, day: Day, plans: Sequence[AllocationPlan]) -> float:
+    """USD for the nodes of the plans in force, each till the next one or the day's end, at the prices of its time."""
+    total = 0.0
+    for k, plan in enumerate(plans):
+        num_intervals = min(request.every, len(day.intervals) - k * request.every)
+        kept = k > 0 and plan is plans[k - 1] and bool(day.prices)
+        hourly = _held_usd_per_hour(plan, day.prices[k]) if kept else plan.certificate.cost_usd_per_hour
+        total += hourly * num_intervals * INTERVAL_S / 3600
+    return total
+
+
+def _held_usd_per_hour(plan: AllocationPlan, prices: Sequence[NodePrice]) -> float:
+    """Cost of a plan at other prices than it was made at; reserved nodes cost nothing at the margin."""
+    price = {(row.region, row.configuration, row.market): row.price_usd_per_hour for row in prices}
+    return sum(
+        row.count * num_nodes * price[row.region, name, row.market]
+        for row in plan.instances
+        if row.market is not Market.RESERVED
+        for name, num_nodes in plan.template(row.template).nodes.counts
+    )
 
 
 def capacity(plan: AllocationPlan, row: Demand) -> float:

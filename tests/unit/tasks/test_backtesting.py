@@ -1,6 +1,7 @@
 """Planning policies over an hour of the recorded day, on small node combinations."""
 
 import importlib.util
+import inspect
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,19 +9,26 @@ from pathlib import Path
 import pytest
 
 from coral_tasks.catalog import load_catalog
-from coral_tasks.domain.errors import UnknownName, ValidationFailed
+from coral_tasks.cli import app
+from coral_tasks.domain.errors import StaleInput, UnknownName, ValidationFailed
 from coral_tasks.domain.market import Demand, NodeAvailability
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import Market, Phase, RegionId
 from coral_tasks.ingestion.batch import parquet_bytes
+from coral_tasks.ingestion.forecast import ForecastSettings, Method
 from coral_tasks.ingestion.rows import availability_table, demand_table, price_table
 from coral_tasks.tasks.backtesting import (
     BacktestRequest,
+    Day,
+    PlannedDay,
     backtest,
     capacity,
     covering_demand,
     day_trace,
     expected_demand,
+    forecast_settings,
+    judge_day,
+    plan_day,
     read_day,
 )
 from coral_tasks.tasks.demand import TRACE_OF
@@ -31,9 +39,15 @@ kit = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(kit)
 
 
-def test_policies_differ_as_they_must(tmp_path):
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder in which the library, the same for all of these days, is built once."""
+    return tmp_path_factory.mktemp("work")
+
+
+def test_policies_differ_as_they_must(work):
     """Peak never starts anything after its first plan and is never short; the oracle is never short and no dearer."""
-    summary, path = backtest(BacktestRequest(work=tmp_path, hours=1.0, every=4))
+    summary, path = backtest(BacktestRequest(work=work, hours=1.0, every=4))
     rows = {row["policy"]: row for row in summary["rows"]}
     assert rows["peak"]["instances_started"] == 0
     assert rows["peak"]["short_intervals"] == rows["oracle"]["short_intervals"] == 0
@@ -41,17 +55,17 @@ def test_policies_differ_as_they_must(tmp_path):
     assert path.is_file()
 
 
-def test_last_value_takes_the_interval_before_times_the_margin(tmp_path):
+def test_last_value_takes_the_interval_before_times_the_margin(work):
     """The policy ``last`` plans on the previous interval's rates times the margin, per model."""
-    request = BacktestRequest(work=tmp_path, hours=1.0, margin=1.5)
+    request = BacktestRequest(work=work, hours=1.0, margin=1.5)
     day = read_day(request)
-    planned = {row.model: row.requests_per_s for row in expected_demand(request, day, "last", 4)}
+    planned = {row.model: row.requests_per_s for row in expected_demand(request, day, "last", 4).demand}
     assert planned == pytest.approx({row.model: 1.5 * row.requests_per_s for row in day.intervals[3]})
 
 
 def test_bad_requests_are_refused(tmp_path):
     """An unknown policy lists the known ones; hours and intervals must be above zero."""
-    with pytest.raises(UnknownName, match="last, oracle, peak"):
+    with pytest.raises(UnknownName, match="forecast, last, oracle, peak"):
         BacktestRequest(work=tmp_path, policies=("guess",))
     with pytest.raises(UnknownName, match="least_loaded, weighted_round_robin"):
         BacktestRequest(work=tmp_path, router="guess")
@@ -66,6 +80,10 @@ def test_bad_requests_are_refused(tmp_path):
     for message, changes in bad.items():
         with pytest.raises(ValidationFailed, match=message):
             BacktestRequest(work=tmp_path, **changes)
+    with pytest.raises(UnknownName, match="last_value, seasonal_naive, smoothing"):
+        forecast_settings(method="guess", quantile=0.95, season=288, max_gap=2)
+    with pytest.raises(ValidationFailed, match="quantile must be between 0 and 1"):
+        forecast_settings(method="smoothing", quantile=float("nan"), season=288, max_gap=2)
 
 
 NOON = datetime(2026, 11, 29, 12, tzinfo=UTC)
@@ -116,11 +134,11 @@ def recorded(folder, factors):
     )
 
 
-def test_a_recorded_price_counts_from_its_moment_on(tmp_path):
+def test_a_recorded_price_counts_from_its_moment_on(work):
     """All prices double at half past: half an hour at the one and half an hour at the other is 1.5 times the hour."""
-    usual, _ = backtest(recorded(tmp_path, {0: 1.0}))
-    dearer, path = backtest(recorded(tmp_path, {0: 1.0, 30: 2.0}))
-    late, _ = backtest(recorded(tmp_path, {0: 1.0, 31: 2.0}))
+    usual, _ = backtest(recorded(work, {0: 1.0}))
+    dearer, path = backtest(recorded(work, {0: 1.0, 30: 2.0}))
+    late, _ = backtest(recorded(work, {0: 1.0, 31: 2.0}))
     hour = usual["rows"][0]["cost_usd"]
     assert dearer["rows"][0]["cost_usd"] == pytest.approx(1.5 * hour)
     assert late["rows"][0]["cost_usd"] == pytest.approx(hour)  # seen a minute after the second plan was made
@@ -146,9 +164,9 @@ def test_a_record_with_gaps_is_refused_with_every_gap(tmp_path):
         assert text in told
 
 
-def test_records_are_read_up_to_a_moment(tmp_path):
+def test_records_are_read_up_to_a_moment(work, tmp_path):
     """Each pool has its newest row up to the moment; before the first row of all, there is nothing to plan on."""
-    request = recorded(tmp_path, {0: 1.0, 30: 2.0})
+    request = recorded(work, {0: 1.0, 30: 2.0})
     record = read_prices(request.prices)
     before, after = (record.at(NOON + timedelta(minutes=minute)) for minute in (29, 30))
     assert [2 * one.price_usd_per_hour for one in before] == pytest.approx([one.price_usd_per_hour for one in after])
@@ -178,26 +196,26 @@ def pairs_of(trace, model, first_s=0.0, last_s=float("inf")):
     return set(zip(trace.prompt_tokens[mine].tolist(), trace.output_tokens[mine].tolist(), strict=True))
 
 
-def test_simulated_requests_have_the_means_of_the_record_and_the_spread_of_a_trace(tmp_path):
+def test_simulated_requests_have_the_means_of_the_record_and_the_spread_of_a_trace(work, tmp_path):
     """A trace of (100, 10) and (300, 30), means 200 and 20, under a record of 600 and 100: times 3 and 5, together.
 
     A model that follows no trace keeps its record's own spread.
     """
     write_traces(tmp_path, [((100, 10), (300, 30))[second % 2] for second in range(60)])
-    request = replace(recorded(tmp_path, {0: 1.0}), traces=tmp_path)
+    request = replace(recorded(work, {0: 1.0}), traces=tmp_path)
     trace = day_trace(request, read_day(request))
     for k, model in enumerate(trace.models):
         assert (pairs_of(trace, model) == {(300, 50), (900, 150)}) == (model in TRACE_OF)
         assert (trace.model == k).sum() == pytest.approx(7200, rel=0.05)  # 2 requests/s for an hour
 
 
-def test_requests_of_the_setups_day_have_the_lengths_of_their_own_time(tmp_path):
+def test_requests_of_the_setups_day_have_the_lengths_of_their_own_time(work, tmp_path):
     """The day repeats an hour in twelfths: requests of an interval come from its twelfth, at the interval's mean.
 
     In this trace the k-th twelfth has (100 k, 10 k) only (k from 1), so each interval has one pair: the day's means.
     """
     write_traces(tmp_path, [(100 * (1 + second // 300), 10 * (1 + second // 300)) for second in range(3600)])
-    request = BacktestRequest(work=tmp_path, hours=1.0, traces=tmp_path)
+    request = BacktestRequest(work=work, hours=1.0, traces=tmp_path)
     day = read_day(request)
     trace = day_trace(request, day)
     for k, rows in enumerate(day.intervals):
@@ -242,3 +260,148 @@ def test_a_plan_carries_fewer_requests_of_longer_answers():
 
     assert [carried(100, 20), carried(100, 50), carried(500, 20)] == pytest.approx([10.0, 4.0, 2.0])
     assert capacity(plan, demand_row("other", 0)) == 0
+
+
+def by_hand(rates, **changes):
+    """Request and day of one model, a plan each interval, with these rates; None: no row, so unknown."""
+    intervals = tuple(
+        () if rate is None else (demand_row("m", 5 * k, requests_per_s=rate),) for k, rate in enumerate(rates)
+    )
+    settings = {"method": Method.LAST_VALUE} | changes
+    request = BacktestRequest(
+        work=Path(), hours=len(rates) / 12, every=1, policies=("forecast",), forecast=ForecastSettings(**settings)
+    )
+    return request, Day(world=None, intervals=intervals, offered=())
+
+
+def forecast_of(rates, interval, **changes):
+    """Rate that the policy plans on at the start of an interval."""
+    request, day = by_hand(rates, **changes)
+    (row,) = expected_demand(request, day, "forecast", interval).demand
+    assert row.interval_start == NOON + timedelta(minutes=5 * interval)
+    return row.requests_per_s
+
+
+def test_the_forecast_policy_plans_by_the_method_asked_for():
+    """4, 8, 2, 6 requests/s, then the fifth interval; under twenty errors the largest one is added.
+
+    Last value: 6, errors 4, -6, 4: 10. Season of three: the second, 8; errors 4, -6, 6 - 4 = 2: 12. Smoothing by 0.1,
+    which errs least throughout: 4, 4.4, 4.16, 4.344; errors 4, -2.4, 1.84: 8.344.
+    """
+    rates = [4.0, 8.0, 2.0, 6.0, 0.0]
+    assert forecast_of(rates, 4) == pytest.approx(10.0)
+    assert forecast_of(rates, 4, method=Method.SEASONAL_NAIVE, season=3) == pytest.approx(12.0)
+    assert forecast_of(rates, 4, method=Method.SMOOTHING) == pytest.approx(8.344)
+
+
+def test_the_forecast_policy_adds_the_quantile_of_its_errors():
+    """Rates that rise by 1, 2, … 21 to 232: of these errors the 0.95 quantile is 20 and the median 11."""
+    rates = [1.0 + t * (t + 1) / 2 for t in range(22)] + [0.0]
+    assert rates[21] == 232.0
+    assert forecast_of(rates, 22, quantile=0.95) == pytest.approx(252.0)
+    assert forecast_of(rates, 22, quantile=0.5) == pytest.approx(243.0)
+
+
+def test_a_forecast_knows_nothing_of_the_interval_it_plans_or_later():
+    """Changing, or losing, every interval from the planned one on changes no forecast, whatever the method."""
+    past = [4.0, 8.0, 2.0, 6.0]
+    for method in Method:
+        seen = {
+            forecast_of(past + future, 4, method=method, season=2)
+            for future in ([1.0, 1.0], [900.0, 0.0], [None, None], [0.0])
+        }
+        assert len(seen) == 1
+
+
+def test_unknown_demand_is_bridged_and_not_zero():
+    """After 4, 7 and two unknown intervals 7 + 3 is planned; three unknown ones are an error, as in the pipeline."""
+    assert forecast_of([4.0, 7.0, None, None, 5.0], 4) == pytest.approx(10.0)
+    request, day = by_hand([4.0, 7.0, None, None, None, 5.0])
+    with pytest.raises(StaleInput, match="missing is not zero"):
+        expected_demand(request, day, "forecast", 5)
+    with pytest.raises(StaleInput, match=f"no complete interval of m before {NOON.isoformat()}".replace("+", r"\+")):
+        expected_demand(request, day, "forecast", 0)
+
+
+def forecast_hour(folder):
+    """An hour of 2 requests/s of every model, planned every twenty minutes on the last value."""
+    settings = ForecastSettings(method=Method.LAST_VALUE)
+    return replace(recorded(folder, {0: 1.0}), hours=1.0, every=4, policies=("forecast",), forecast=settings)
+
+
+def test_plans_do_not_change_with_their_future_and_stay_where_demand_became_unknown(work):
+    """Three hours, alike up to the second plan: steady, tripled after it, and unknown after it for twenty minutes.
+
+    The first moment knows nothing: nothing is planned. The second plan is the same whatever comes; the third follows
+    what came, or, four intervals being unknown where two may be, is the second one still.
+    """
+    request = forecast_hour(work)
+    day = read_day(request)
+
+    def planned(*rates):
+        intervals = (
+            tuple(replace(row, requests_per_s=rate) for row in rows if rate is not None)
+            for rate, rows in zip(rates, day.intervals, strict=True)
+        )
+        return plan_day(request, replace(day, intervals=tuple(intervals)), "forecast")
+
+    usual, other = planned(*[2.0] * 12), planned(*[2.0] * 4, *[6.0] * 8)
+    unknown = planned(*[2.0] * 4, *[None] * 4, *[2.0] * 4)
+    first, second, third = (
+        [{(row.template, row.region): row.count for row in one.plans[k].instances} for one in (usual, other, unknown)]
+        for k in range(3)
+    )
+    assert first == [{}, {}, {}]
+    assert second[0] == second[1] == second[2]
+    assert third[0] == second[0] != third[1]
+    assert [sorted(one.refused) for one in (usual, other, unknown)] == [[0], [0], [0, 2]]
+    assert unknown.plans[2] is unknown.plans[1]
+
+
+def test_a_refused_plan_is_told_and_its_demand_is_short(work):
+    """Nothing is known at the first moment: no plan, nothing runs, all of twenty minutes is short, and it is said.
+
+    The second plan has 2 requests/s to go by and carries them: a third of the hour's demand is short, no more.
+    """
+    summary, path = backtest(forecast_hour(work))
+    (row,) = summary["rows"]
+    assert (row["policy"], row["plans_refused"], row["short_intervals"]) == ("forecast", 1, 4)
+    assert row["shortage_share"] == pytest.approx(1 / 3)
+    assert row["instances_started"] == 0  # the second plan's fleet is the day's first
+    told = "\n".join(summary["notes"])
+    assert "forecast by last_value, quantile 0.95, season 288, max_gap 2" in told
+    assert "1 of 3 plans refused, first: no complete interval of gpt-oss-20b, phi-4-14b, qwen3-32b before" in told
+    assert "no plan in force for the first 4 intervals: 0.333 of the demand" in told
+    assert "1 of 3 plans refused" in path.read_text(encoding="utf-8")
+
+
+def test_capacity_beyond_the_demand_is_surplus_and_demand_beyond_it_shortage():
+    """A plan for 10 requests/s of (100, 20): of 4 and then 15 asked, 19 in all, 6 are surplus and 5 are short."""
+    prefill, decode = kit.template(Phase.PREFILL, throughput=1000.0), kit.template(Phase.DECODE, throughput=200.0)
+    shape = RequestShape(mean_prompt_tokens=100, p95_prompt_tokens=100, mean_output_tokens=20, p95_output_tokens=20)
+    intervals = tuple((demand_row("m", 5 * k, requests_per_s=rate, shape=shape),) for k, rate in enumerate((4.0, 15.0)))
+    request = BacktestRequest(work=Path(), hours=1 / 6, every=2)
+    planned = PlannedDay(plans=(kit.plan((prefill, 1), (decode, 1)),), refused={}, notes={})
+    row = judge_day(request, Day(world=None, intervals=intervals, offered=()), planned)
+    assert (row["shortage_share"], row["surplus_share"]) == pytest.approx((5 / 19, 6 / 19))
+    assert row["short_intervals"] == 1
+
+
+def test_a_plan_that_stays_is_paid_at_the_prices_of_each_moment_and_till_the_end_of_the_day(work):
+    """The one plan of peak: 1.5 times the hour where prices double at half past; the same if the last part is short."""
+    policies = ("peak",)
+    usual, _ = backtest(replace(recorded(work, {0: 1.0}), policies=policies))
+    short, _ = backtest(replace(recorded(work, {0: 1.0}), policies=policies, every=7))
+    dearer, _ = backtest(replace(recorded(work, {0: 1.0, 30: 2.0}), policies=policies))
+    hour = usual["rows"][0]["cost_usd"]
+    assert dearer["rows"][0]["cost_usd"] == pytest.approx(1.5 * hour)
+    assert short["rows"][0]["cost_usd"] == pytest.approx(hour)
+    assert short["rows"][0]["usd_per_hour"] == pytest.approx(hour)
+
+
+def test_the_command_has_the_pipelines_forecast_by_default():
+    """Options of the forecast that are not given are those that an empty forecast.json has."""
+    (command,) = (one for one in app.registered_commands if one.name == "backtest")
+    given = {name: value.default for name, value in inspect.signature(command.callback).parameters.items()}
+    names = ("method", "quantile", "season", "max_gap")
+    assert forecast_settings(**{name: given[name] for name in names}) == ForecastSettings()
