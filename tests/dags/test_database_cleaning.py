@@ -72,6 +72,11 @@ def cleaned(tmp_path_factory: pytest.TempPathFactory) -> sqlite3.Connection:
         insert(database, "job", latest_heartbeat=day(age), job_type="SchedulerJob", state="success")
     # which events wait for a run, and with which id
     insert(database, "asset_dag_run_queue", asset_id=1, target_dag_id="resting", created_at=day(40))
+    # an asset that is watched since long ago
+    insert(database, "trigger", id=1, classpath="a.Watcher", kwargs="{}", created_date=day(40))
+    insert(database, "asset_watcher", name="w", asset_id=1, trigger_id=1)
+    # a cleaning before this one was killed
+    database.execute("CREATE TABLE _airflow_deleted__dag_run__20260101000000__b1 (id INTEGER)")
     database.commit()
     done = subprocess.run(words(), env=environment(home), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,17 +98,39 @@ def test_what_is_older_goes_and_the_newest_run_of_each_dag_stays(cleaned: sqlite
 
 
 def test_what_a_later_run_needs_stays_however_old(cleaned: sqlite3.Connection) -> None:
-    """DAGs with their pause, assets, events that wait for a run, pools; and no table of removed rows is left behind."""
+    """DAGs with their pause, assets with their watchers, events that wait for a run, pools."""
     assert column(cleaned, "SELECT dag_id FROM dag WHERE is_paused ORDER BY dag_id") == ["busy", "by_hand", "resting"]
     assert column(cleaned, "SELECT target_dag_id FROM asset_dag_run_queue") == ["resting"]
     assert column(cleaned, "SELECT name FROM asset") == ["a"]
+    assert column(cleaned, "SELECT trigger_id FROM asset_watcher") == [1]
     assert column(cleaned, "SELECT pool FROM slot_pool WHERE pool = 'default_pool'") == ["default_pool"]
+
+
+def test_no_table_of_removed_rows_is_left(cleaned: sqlite3.Connection) -> None:
+    """Neither of this cleaning nor of one before it that was killed."""
     assert column(cleaned, "SELECT name FROM sqlite_master WHERE name LIKE '\\_airflow\\_deleted%' ESCAPE '\\'") == []
 
 
-@pytest.mark.parametrize("days", ["0", "-1", "1.5", "", "030", "30 days", "$(id)"])
-def test_days_that_are_none_are_refused(days: str) -> None:
-    """Nothing is removed for a number that is no whole number from 1 on."""
-    done = subprocess.run(words(days), env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "arguments",
+    [[days] for days in ("0", "-1", "1.5", "", "030", "10000", "99999999999", "30 days", "$(id)")]
+    + [["30", tables] for tables in ("a;b", "a b", "DAG", "--yes")],
+)
+def test_arguments_that_are_none_are_refused(arguments: list[str]) -> None:
+    """Nothing is removed for a number that is no whole number of days, or for what is no list of tables."""
+    done = subprocess.run(words(*arguments), env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "needs a whole number of days from 1 on" in done.stderr
+    wanted = "a whole number of days from 1 to 9999" if len(arguments) == 1 else "names of tables with commas"
+    assert f"needs {wanted}" in done.stderr
+
+
+def test_further_tables_are_cleaned_too(tmp_path: Path) -> None:
+    """What is named beside the days is added to the tables of both commands, and nothing is when nothing is named."""
+    program, told = tmp_path / "airflow", tmp_path / "told"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n', encoding="utf-8")
+    program.chmod(0o755)
+    for arguments in (["7"], ["7", "session,_other"]):
+        subprocess.run(words(*arguments), env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    tables = [line.split("--tables ")[1] for line in told.read_text(encoding="utf-8").splitlines()]
+    assert tables == [tables[0], tables[0], f"{tables[0]},session,_other", f"{tables[0]},session,_other"]
+    assert not {"dag", "trigger"} & set(tables[0].split(","))
