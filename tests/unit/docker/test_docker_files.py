@@ -199,7 +199,9 @@ def test_values_for_kubernetes_name_the_same_image_and_airflow() -> None:
 
 
 def test_secrets_are_made_once_and_kept_private(tmp_path) -> None:
-    """A second call changes nothing; nobody but owner and the containers' group may read; addresses hold them."""
+    """A second call changes nothing; nobody but owner and the containers' group may read; Compose, called by anybody, sees
+    that they are there; addresses hold them.
+    """
     for name in ("make-secrets", "secret-url"):
         shutil.copy2(DOCKER / name, tmp_path / name)
     for _ in range(2):
@@ -212,6 +214,7 @@ def test_secrets_are_made_once_and_kept_private(tmp_path) -> None:
     assert all(
         stat.S_IMODE(path.stat().st_mode) & 0o337 == 0 or os.geteuid() for path in (tmp_path / "secrets").iterdir()
     )
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o711
     environment = {**os.environ, "CORAL_SECRETS": str(tmp_path / "secrets")}
 
     def url(kind: str) -> str:
@@ -270,6 +273,17 @@ def test_the_health_check_tells_a_listening_agent_from_a_dead_one(tmp_path) -> N
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"tcp://lo:{port}" in done.stderr
+
+
+def test_the_agent_as_a_service_finds_its_programs() -> None:
+    """It starts "coral" and "vllm" by their names: both environments, as the text makes them, are in its path."""
+    unit = (DOCKER / "coral-agent.service").read_text(encoding="utf-8")
+    options = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line and line[0] != "#")
+    folders = options["Environment"].removeprefix("PATH=").split(":")
+    assert Path(options["ExecStart"].split()[0]).parent == Path(folders[0])
+    text = (PROJECT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    for folder in folders[:2]:
+        assert f"-m venv {Path(folder).parent} " in text
 
 
 def _compose(folder: Path) -> list[str]:
