@@ -199,8 +199,8 @@ def test_values_for_kubernetes_name_the_same_image_and_airflow() -> None:
 
 
 def test_secrets_are_made_once_and_kept_private(tmp_path) -> None:
-    """A second call changes nothing; nobody but owner and the containers' group may read; Compose, called by anybody, sees
-    that they are there; addresses hold them.
+    """A second call changes nothing; nobody but owner and the containers' group may read; Compose sees, whoever calls
+    it, that they are there; addresses hold them.
     """
     for name in ("make-secrets", "secret-url"):
         shutil.copy2(DOCKER / name, tmp_path / name)
