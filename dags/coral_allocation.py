@@ -1,4 +1,5 @@
-"""Every five minutes, on a price change or a new library: inputs → gate → plan → check → decide → dispatch → report.
+"""Every five minutes, on a price change, a new library or nodes that could not be had: inputs → gate → plan → check →
+decide → dispatch → report.
 
 Wiring only; the work is in ``coral_tasks.tasks.allocation``. Asset events can be lost or merged, so every run reads
 the newest state itself; commands are idempotent and fenced by an epoch, so a retry never starts an engine twice.
@@ -19,7 +20,7 @@ from typing import Any
 from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable, chain, dag, task
 from coral_airflow.approval import PlanApproval
 from coral_airflow.parameters import params_of
-from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, PRICE_CHANGE, START, described_events
+from coral_airflow.policy import DEFAULT_ARGS, LIBRARY, PRICE_CHANGE, SHORTAGE, START, described_events, skip_unless
 
 from coral_tasks.tasks.run_parameters import ALLOCATION_SCHEMA
 
@@ -30,7 +31,7 @@ INPUTS = ("demand", "prices", "availability", "running")
     dag_id="coral_allocation",
     description="Plan the fleet for the next interval and bring the node agents to the plan",
     schedule=AssetOrTimeSchedule(
-        timetable=CronTriggerTimetable("*/5 * * * *", timezone="UTC"), assets=(LIBRARY | PRICE_CHANGE)
+        timetable=CronTriggerTimetable("*/5 * * * *", timezone="UTC"), assets=(LIBRARY | PRICE_CHANGE | SHORTAGE)
     ),
     start_date=START,
     catchup=False,
@@ -86,9 +87,10 @@ def coral_allocation() -> None:
         "in Required Actions; no answer in time is a no. After a no nothing is sent and the plan in force stays.",
     )
 
-    @task
+    # New machines are waited for (``provision_timeout_s``), and the engines on them load their weights.
+    @task(execution_timeout=timedelta(minutes=40))
     def dispatch(run: str) -> str:
-        """Send the transition's commands to the node agents, unless mode, answer or a stale plan forbid it."""
+        """Obtain nodes, send the transition's commands to the agents, unless mode, answer or a stale plan forbid it."""
         from coral_tasks.tasks import allocation
 
         return allocation.dispatch(run)
@@ -99,6 +101,16 @@ def coral_allocation() -> None:
         from coral_tasks.tasks import allocation
 
         return allocation.wait_converged(run)
+
+    @task(trigger_rule="one_failed", outlets=[SHORTAGE])
+    def plan_again(run: str, outlet_events: Any = None) -> list[str]:
+        """After a dispatch that could not get its nodes: ask for one more run, which plans without them."""
+        from coral_tasks.tasks import allocation
+
+        missing = allocation.shortage(run)
+        skip_unless(missing, "the dispatch did not fail for want of nodes")
+        outlet_events[SHORTAGE].extra = {"missing": missing}
+        return missing
 
     # none_failed: after a person's no, dispatch is skipped, and the run still tells what was planned and why not sent.
     @task(trigger_rule="none_failed")
@@ -112,7 +124,9 @@ def coral_allocation() -> None:
     gated = gate(run)
     chain(ingest.partial(run=run).expand(table=list(INPUTS)), gated)
     checked = check(solve(gated))
-    chain(checked, decide, dispatch(checked), wait_converged(checked), publish(checked))
+    sent = dispatch(checked)
+    chain(checked, decide, sent, wait_converged(checked), publish(checked))
+    chain(sent, plan_again(checked))
 
 
 coral_allocation()

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from airflow.sdk import CronTriggerTimetable, dag, task
-from coral_airflow.policy import DEFAULT_ARGS, PRICE_CHANGE, START
+from coral_airflow.policy import DEFAULT_ARGS, PRICE_CHANGE, START, skip_unless
 
 
 @dag(
@@ -33,13 +33,10 @@ def coral_price_watch() -> None:
     @task(outlets=[PRICE_CHANGE])
     def check_prices(outlet_events: Any = None) -> dict[str, Any]:
         """Compare used prices with their anchors; what moved. Skipped if nothing did."""
-        from airflow.sdk.exceptions import AirflowSkipException
-
         from coral_tasks.tasks import price_watching
 
         moved = price_watching.moved_prices()
-        if not moved:
-            raise AirflowSkipException("no used price moved beyond the limits")
+        skip_unless(moved, "no used price moved beyond the limits")
         outlet_events[PRICE_CHANGE].extra = {"moved": moved}
         return {"moved": moved}
 

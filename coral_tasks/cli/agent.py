@@ -14,7 +14,7 @@ from rich.table import Table
 
 from coral_tasks.domain.errors import CoralFault, ExpectedOutcome
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import dispatching, observing
+from coral_tasks.tasks import dispatching, fleet_access, observing
 
 if TYPE_CHECKING:
     from coral_tasks.domain.transition import Transition
@@ -23,6 +23,10 @@ keys_app = typer.Typer(help="Make, rotate and list the CURVE keys of controllers
 
 _KEYS = Annotated[Path | None, typer.Option("--keys", help="Folder of key files; default HOME/keys.")]
 _AGENTS = Annotated[Path | None, typer.Option("--agents", help="TOML file of agents; default HOME/agents.toml.")]
+_PROVISIONING = Annotated[
+    Path | None,
+    typer.Option("--provisioning", help="JSON file of the cloud that gives nodes; default HOME/provisioning.json."),
+]
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _NAME = Annotated[str, typer.Argument(help="Name of the key's owner.")]
 _ROLE = Annotated[str, typer.Option("--role", help="agent or controller.")]
@@ -81,13 +85,15 @@ def agent(
 def status(
     agents: _AGENTS = None,
     keys: _KEYS = None,
+    provisioning: _PROVISIONING = None,
     wait_s: Annotated[float, typer.Option("--wait-s", help="How long to wait for answers.")] = 5.0,
     every: Annotated[bool, typer.Option("--all", help="List the empty nodes too, instead of counting them.")] = False,
     as_json: _JSON = False,
 ) -> None:
     """Show what every node agent reports now: nodes with an engine or a note; how many are empty."""
-    home = Settings().home
-    seen = dispatching.observe(agents or home / "agents.toml", keys or home / "keys", wait_s=wait_s)
+    settings = Settings()
+    home, cloud = settings.home, fleet_access.provisioner_of(settings, provisioning)
+    seen = dispatching.observe(agents or home / "agents.toml", keys or home / "keys", wait_s=wait_s, provisioner=cloud)
     if as_json:
         typer.echo(msgspec.json.encode(seen))
     else:
@@ -120,6 +126,7 @@ def dispatch(
     plan: Annotated[Path, typer.Option("--plan", help="JSON file of the plan.")],
     agents: _AGENTS = None,
     keys: _KEYS = None,
+    provisioning: _PROVISIONING = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
     picture: Annotated[Path | None, typer.Option("--picture", help="With --dry-run: draw them as HTML.")] = None,
     as_json: _JSON = False,
@@ -127,18 +134,19 @@ def dispatch(
     """Bring the fleet to a plan, or show how that would be done."""
     if picture is not None and not dry_run:
         raise typer.BadParameter("goes with --dry-run", param_hint="--picture")
-    home = Settings().home
+    settings = Settings()
+    home, cloud = settings.home, fleet_access.provisioner_of(settings, provisioning)
     agents, keys = agents or home / "agents.toml", keys or home / "keys"
     wanted = dispatching.read_plan(plan)
     if dry_run:
-        transition, seen = dispatching.preview(wanted, agents, keys)
+        transition, seen = dispatching.preview(wanted, agents, keys, provisioner=cloud)
         if picture is not None:
             dispatching.write_picture(picture, transition, seen)
         _show_transition(transition, as_json=as_json)
         if seen.unreachable:
             raise NotConverged(f"no answer from {', '.join(seen.unreachable)}")
         return
-    result = dispatching.dispatch(wanted, home=home, agents=agents, keys=keys)
+    result = dispatching.dispatch(wanted, home=home, agents=agents, keys=keys, provisioner=cloud)
     if as_json:
         typer.echo(msgspec.json.encode(result))
     else:

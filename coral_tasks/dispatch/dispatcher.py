@@ -72,6 +72,9 @@ class Provisioner(Protocol):
     def releasable(self) -> frozenset[NodeId]:
         """Nodes that this provisioner launched."""
 
+    def booting(self) -> frozenset[NodeId]:
+        """Nodes launched lately, by this dispatch or one before it, whose agents may be about to answer."""
+
     def interrupted(self) -> frozenset[NodeId]:
         """Nodes about to be taken back (spot): their instances are replaced, then drained."""
 
@@ -128,10 +131,17 @@ Progress = Callable[[Transition, Step | None], None]
 
 
 def observe(
-    endpoints: Mapping[str, str], keys: Path, *, controller: str = "controller", wait_s: float = 5.0
+    endpoints: Mapping[str, str],
+    keys: Path,
+    *,
+    controller: str = "controller",
+    wait_s: float = 5.0,
+    provisioner: Provisioner | None = None,
 ) -> Observation:
     """Ask all agents what they know; changes nothing. Returns as soon as all answered, after ``wait_s`` at most."""
     with AgentLinks(endpoints, keys, controller=controller) as links:
+        if provisioner is not None:
+            links.connect(provisioner.endpoints(), key=provisioner.agent_key)
         return observe_links(links, None, wait_s=wait_s)
 
 
@@ -239,8 +249,13 @@ class _Dispatch:
                     return result
 
     def _fence_all(self, links: AgentLinks) -> Observation:
-        """Take agents over; wait for the agents of machines that were just launched."""
+        """Take agents over; wait for the agents of machines that were just launched.
+
+        Those that a dispatch before this one launched count too: asking for others in their place would buy them twice.
+        """
         deadline_s = time.monotonic() + self.options.provision_timeout_s
+        if self.round == 1 and self.provisioner is not None:
+            self.awaited |= self.provisioner.booting()
         while True:
             if self.provisioner is not None:
                 links.connect(self.provisioner.endpoints(), key=self.provisioner.agent_key)
@@ -250,9 +265,22 @@ class _Dispatch:
                 break
         if self.awaited:
             self.problems.append(f"round {self.round}: no agent answers on new nodes {', '.join(sorted(self.awaited))}")
-            self.shortage += [_silent(one) for one in self.launched if one.node.id in self.awaited]
+            self._give_back([one for one in self.launched if one.node.id in self.awaited])
             self.awaited.clear()
         return observation
+
+    def _give_back(self, silent: list[ProvisionedNode]) -> None:
+        """Machines launched here that never answered are shortage, and end: no command ever went to them.
+
+        Those that an earlier dispatch launched may have answered it: a person has to look.
+        """
+        self.shortage += [_silent(one) for one in silent]
+        if not silent or self.provisioner is None:
+            return
+        try:
+            self.provisioner.release(tuple(one.node.id for one in silent))
+        except CoralError as error:
+            self.problems.append(f"round {self.round}: {error}")
 
     def _one_round(self, links: AgentLinks, observation: Observation) -> DispatchResult | None:
         """None if another round is to follow."""

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from coral_tasks.cloud.aws import aws_call, aws_entries, make_client
@@ -50,15 +51,20 @@ class LaunchTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ec2Settings:
-    """One fleet. ``fleet``: value of the tag ``coral:fleet``; ``agent_key``: key name that its machines share."""
+    """One fleet. ``fleet``: value of the tag ``coral:fleet``; ``agent_key``: key name that its machines share.
+
+    ``boot_s``: from a machine's launch to the latest first answer of its agent.
+    """
 
     fleet: str
     targets: Mapping[Pool, LaunchTarget]
     agent_port: int
     agent_key: str
+    boot_s: float = 600.0
 
     def __post_init__(self) -> None:
         checks = Checks("ec2", self.fleet)
+        checks.positive(boot_s=self.boot_s)
         checks.named(fleet=self.fleet, agent_key=self.agent_key)
         for pool, target in self.targets.items():
             checks.require(pool[0].startswith("aws/"), "region must begin with aws/", pool[0])
@@ -66,9 +72,16 @@ class Ec2Settings:
         checks.raise_if_any()
 
 
-def boto3_client(region: RegionId) -> Any:
-    """A boto3 EC2 client for ``aws/<region>``, with boto3's usual credentials."""
-    return make_client("ec2", region.removeprefix("aws/"), SourceFault)
+def client_factory(endpoint_url: str | None = None) -> Callable[[RegionId], Any]:
+    """Boto3 EC2 clients by ``aws/<region>``, one each, with boto3's usual credentials."""
+    made: dict[RegionId, Any] = {}
+
+    def client_of(region: RegionId) -> Any:
+        if region not in made:
+            made[region] = make_client("ec2", region.removeprefix("aws/"), SourceFault, endpoint_url=endpoint_url)
+        return made[region]
+
+    return client_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +89,7 @@ class Ec2Provisioner:
     """Launches and ends machines of one fleet. ``client_of``: an EC2 client for a region."""
 
     settings: Ec2Settings
-    client_of: Callable[[RegionId], Any] = field(default=boto3_client)
+    client_of: Callable[[RegionId], Any] = field(default_factory=client_factory)
 
     @property
     def agent_key(self) -> str:
@@ -127,8 +140,17 @@ class Ec2Provisioner:
         port = self.settings.agent_port
         return {str(one.node.id): f"tcp://{one.address}:{port}" for one in self.machines() if one.address}
 
+    def booting(self) -> frozenset[NodeId]:
+        """Machines launched so lately that their agents may still be about to answer."""
+        since = datetime.now(UTC) - timedelta(seconds=self.settings.boot_s)
+        return frozenset(one.node.id for one, launched_at in self._held() if launched_at >= since)
+
     def machines(self) -> tuple[ProvisionedNode, ...]:
         """Machines of this fleet that run or are about to."""
+        return tuple(one for one, _ in self._held())
+
+    def _held(self) -> list[tuple[ProvisionedNode, datetime]]:
+        """Machines and when each was launched."""
         found = []
         for region in self._regions():
             filters = [
@@ -137,8 +159,9 @@ class Ec2Provisioner:
             ]
             reservations = self._entries(region, "describe_instances", "Reservations", Filters=filters)
             with aws_call(f"EC2 describe_instances in {region}", SourceFault):
-                found += [_machine(region, instance) for one in reservations for instance in one["Instances"]]
-        return tuple(sorted(found, key=lambda one: one.node.id))
+                instances = [instance for one in reservations for instance in one["Instances"]]
+                found += [(_machine(region, instance), instance["LaunchTime"]) for instance in instances]
+        return sorted(found, key=lambda one: one[0].node.id)
 
     def interrupted(self) -> frozenset[NodeId]:
         """Spot machines that EC2 is about to take back: drain them and plan again without them."""

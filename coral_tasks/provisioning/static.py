@@ -29,6 +29,10 @@ class StaticProvisioner:
         """None."""
         return frozenset()
 
+    def booting(self) -> frozenset[NodeId]:
+        """None."""
+        return frozenset()
+
     def interrupted(self) -> frozenset[NodeId]:
         """None."""
         return frozenset()

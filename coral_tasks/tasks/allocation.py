@@ -20,8 +20,20 @@ from coral_tasks.domain.errors import (
     SourceFault,
     Unavailable,
 )
+from coral_tasks.domain.names import Market
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import approval, changes, dispatching, guard, inputs, opening, planning, publishing, retention
+from coral_tasks.tasks import (
+    approval,
+    changes,
+    dispatching,
+    fleet_access,
+    guard,
+    inputs,
+    opening,
+    planning,
+    publishing,
+    retention,
+)
 from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
@@ -37,6 +49,7 @@ _RUN: Final = opening.RUN
 _PLAN: Final = publishing.PLAN
 _TRANSITION: Final = publishing.TRANSITION
 _DISPATCH: Final = "dispatch.json"
+_OBTAINABLE: Final = publishing.OBTAINABLE
 
 
 @shared()
@@ -58,7 +71,7 @@ def ingest(run_id: str, table: str) -> str:
     """Copy one input into the run's folder; the path of its record."""
     settings = Settings()
     run = inputs.run_store(settings).find(run_id)
-    source = _agents_source(settings) if table == "running" and _has_agents(settings) else None
+    source = _agents_source(settings) if table == "running" and fleet_access.has_fleet(settings) else None
     overrides = opening.given_params(run).overrides(table)
     return str(inputs.ingest_table(settings, run_id, table, _as_of(run), source, overrides=overrides))
 
@@ -67,24 +80,19 @@ def _as_of(run: Run) -> datetime:
     return datetime.fromisoformat(run.get_json(_RUN)["as_of"])
 
 
-def _has_agents(settings: Settings) -> bool:
-    return (settings.home / "agents.toml").is_file()
-
-
-def _observe(settings: Settings) -> Observation:
-    return dispatching.observe(settings.home / "agents.toml", settings.home / "keys")
-
-
 def _agents_source(settings: Settings) -> Source:
-    """The fleet as agents report it. If none answers, nothing is known, which is not the same as nothing running."""
+    """The fleet as agents report it. If none answers, nothing is known, which is not the same as nothing running.
+
+    Where there is none to ask, since nothing is launched yet, nothing runs.
+    """
 
     def fetch(now: datetime) -> Any:
         from coral_tasks.ingestion.batch import batch_of
         from coral_tasks.ingestion.rows import running_table
 
-        seen = _observe(settings)
+        seen = fleet_access.observe(settings)
         expected = len(seen.unreachable) + len({target.agent for target in seen.targets.values()})
-        if expected == len(seen.unreachable):
+        if seen.unreachable and expected == len(seen.unreachable):
             raise SourceFault(f"no answer from any node agent ({', '.join(seen.unreachable)})")
         return batch_of(
             "running",
@@ -132,7 +140,7 @@ def _library_facts(run: Run) -> inputs.LibraryFacts:
     )
 
 
-@shared("current")
+@shared("current", "dispatch")
 def solve(run_id: str) -> str:
     """Solve the allocation program on the accepted inputs; the plan and how to recompute it lie in ``plan/``."""
     settings = Settings()
@@ -203,22 +211,32 @@ def _pinned_previous(settings: Settings, run: Run) -> Path | None:
 
 
 def _obtainable(settings: Settings, run: Run) -> Path:
-    """Availability to plan on. Where the fleet is fixed (agents, no provisioner), no more nodes than agents own."""
+    """Availability to plan on. Where there is a fleet, no more nodes than it owns and a cloud may still give."""
     from coral_tasks.ingestion.batch import parquet_bytes
     from coral_tasks.ingestion.rows import availability_table
 
     accepted = run.path("inputs/availability/accepted.parquet")
-    if not _has_agents(settings):
+    if not fleet_access.has_fleet(settings):
         return accepted
     loaded = inputs.load_inputs(settings, run.id)
-    owned = Counter((node.region, node.configuration, node.market) for node in loaded.fleet.nodes)
-    limited = [_limited(row, owned[row.region, row.configuration, row.market]) for row in loaded.availability]
-    data = parquet_bytes(availability_table(limited, "accepted availability, at most what agents own"))
-    return run.put("availability.parquet", data)
+    nodes = Counter((node.region, node.configuration, node.market) for node in loaded.fleet.nodes)
+    for row in _pinned_obtainable(settings, run):
+        nodes[row["region"], row["configuration"], Market(row["market"])] += row["nodes"]
+    limited = [_limited(row, nodes[row.region, row.configuration, row.market]) for row in loaded.availability]
+    note = "accepted availability, at most what agents own and the provisioner may launch"
+    return run.put("availability.parquet", parquet_bytes(availability_table(limited, note)))
 
 
-def _limited(row: NodeAvailability, owned: int) -> NodeAvailability:
-    return replace(row, available_nodes=min(row.available_nodes, owned))
+def _pinned_obtainable(settings: Settings, run: Run) -> list[dict[str, Any]]:
+    """What a cloud might give besides what is held, asked once a run: a retry plans on the same."""
+    if not run.path(_OBTAINABLE).exists():
+        run.put_json(_OBTAINABLE, fleet_access.obtainable(settings, inputs.utc_now()))
+    pools: list[dict[str, Any]] = run.get_json(_OBTAINABLE)["pools"]
+    return pools
+
+
+def _limited(row: NodeAvailability, nodes: int) -> NodeAvailability:
+    return replace(row, available_nodes=min(row.available_nodes, nodes))
 
 
 @shared()
@@ -282,16 +300,21 @@ def dispatch(run_id: str) -> str:
         run.put_json(_DISPATCH, {"skipped": skipped}, replace=True)
         return run_id
     result = _send(settings, run, planning.read_plan(run.path(_PLAN)))
+    missing = fleet_access.note_shortage(settings, result.shortage, inputs.utc_now()) if result.shortage else []
     outcome = {
         "epoch": result.epoch,
         "converged": result.converged,
         "num_commands": result.num_commands,
         "superseded": result.superseded,
         "summary": dispatching.summary(result),
+        "shortage": missing,
     }
     run.put_json(_DISPATCH, outcome, replace=True)
     if result.superseded:
         raise Unavailable(f"a newer controller took over:\n{outcome['summary']}")
+    if not result.converged and missing:
+        text = f"nodes could not be had, the next run plans without them: {', '.join(missing)}"
+        raise Unavailable(f"{text}\n{outcome['summary']}")
     if not result.converged:
         raise CoralFault(f"the fleet is not as planned:\n{outcome['summary']}")
     return run_id
@@ -308,6 +331,7 @@ def _send(settings: Settings, run: Run, plan: AllocationPlan) -> DispatchResult:
         agents=settings.home / "agents.toml",
         keys=settings.home / "keys",
         options=_dispatch_options(settings, run),
+        provisioner=fleet_access.provisioner_of(settings),
         progress=ProgressFile(folder=settings.home / "dispatch", run=str(run.id), epoch=epoch),
         epoch=epoch,
     )
@@ -320,7 +344,7 @@ def _require_still_valid(settings: Settings, run: Run, plan: AllocationPlan) -> 
     given = opening.given_params(run)
     now = _as_of(run) if given.as_of else approval.utc_now()
     overrides = {table: given.overrides(table) for table in inputs.INPUT_TABLES}
-    seen = _observe(settings).fleet
+    seen = fleet_access.observe(settings).fleet
 
     def anew() -> inputs.PlanningInputs:
         return inputs.fetch_again(settings, now, overrides, str(run.id))
@@ -334,14 +358,24 @@ def _draw_transition(settings: Settings, run: Run, *, again: bool = False) -> tu
     ``again``: look and draw anew. None where there is nothing to look at: no agents, or a backfill, which looks at the
     past, from which the fleet of now is not reached.
     """
-    if not _has_agents(settings) or run.id.startswith("backfill__"):
+    if not fleet_access.has_fleet(settings) or run.id.startswith("backfill__"):
         return None
     if run.path(_TRANSITION).exists() and not again:
         return None
-    plan, options = planning.read_plan(run.path(_PLAN)), _dispatch_options(settings, run)
-    transition, seen = dispatching.preview(plan, settings.home / "agents.toml", settings.home / "keys", options=options)
+    transition, seen = _preview(settings, run)
     dispatching.write_picture(run.path(_TRANSITION), transition, seen)
     return transition, seen
+
+
+def _preview(settings: Settings, run: Run) -> tuple[Transition, Observation]:
+    """What it takes now from the fleet to the run's plan."""
+    return dispatching.preview(
+        planning.read_plan(run.path(_PLAN)),
+        settings.home / "agents.toml",
+        settings.home / "keys",
+        options=_dispatch_options(settings, run),
+        provisioner=fleet_access.provisioner_of(settings),
+    )
 
 
 def _mode(run: Run) -> str:
@@ -352,7 +386,7 @@ def _why_no_dispatch(settings: Settings, run: Run) -> str:
     mode = _mode(run)
     if mode == "advisory":
         return "mode advisory: nothing is touched"
-    if not _has_agents(settings):
+    if not fleet_access.has_fleet(settings):
         return f"no node agents: {settings.home / 'agents.toml'} is not there"
     return approval.refusal(run) if mode == "approve" else ""
 
@@ -361,9 +395,11 @@ def _dispatch_options(settings: Settings, run: Run) -> Any:
     from coral_tasks.dispatch.dispatcher import DispatchOptions
 
     loaded = inputs.load_inputs(settings, run.id)
-    return DispatchOptions(
+    options = DispatchOptions(
         shapes={row.model: row.shape for row in loaded.demand}, routing_folder=settings.home / "routing"
     )
+    provisioning = fleet_access.read_provisioning(settings)
+    return options if provisioning is None else replace(options, provision_timeout_s=provisioning.provision_timeout_s)
 
 
 @shared()
@@ -373,13 +409,21 @@ def wait_converged(run_id: str) -> str:
     run = inputs.run_store(settings).find(run_id)
     if "skipped" in run.get_json(_DISPATCH):
         return run_id
-    plan = planning.read_plan(run.path(_PLAN))
-    options = _dispatch_options(settings, run)
-    agents, keys = settings.home / "agents.toml", settings.home / "keys"
-    transition, _ = dispatching.preview(plan, agents, keys, options=options)
+    transition, _ = _preview(settings, run)
     if not transition.is_empty:
-        raise CoralFault(f"the fleet moved away from plan {plan.id}: {len(transition.steps)} steps would be needed")
+        message = f"the fleet moved away from plan {transition.plan}: {len(transition.steps)} steps would be needed"
+        raise CoralFault(message)
     return run_id
+
+
+@shared()
+def shortage(run_id: str) -> list[str]:
+    """Nodes that this run's dispatch could not get, a sentence for each pool; none if it had what it asked for."""
+    run = inputs.run_store(Settings()).find(run_id)
+    if not run.path(_DISPATCH).exists():
+        return []
+    found: list[str] = run.get_json(_DISPATCH).get("shortage", [])
+    return found
 
 
 @shared("current")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coral_tasks.agent.config import AgentConfig
     from coral_tasks.dispatch.dispatcher import DispatchOptions, DispatchResult, Progress, Provisioner
     from coral_tasks.dispatch.observation import Observation
-    from coral_tasks.domain.transition import NodeRequest, Transition
+    from coral_tasks.domain.transition import Transition
     from coral_tasks.protocol.keyfiles import Role
 
 
@@ -42,23 +42,44 @@ def _write_atomically(path: Path, data: bytes) -> None:
         raise StorageFault(f"cannot write {path}: {error}") from error
 
 
-def observe(agents: Path, keys: Path, *, controller: str = "controller", wait_s: float = 5.0) -> Observation:
-    """The fleet behind an inventory file of agents."""
+def observe(
+    agents: Path,
+    keys: Path,
+    *,
+    controller: str = "controller",
+    wait_s: float = 5.0,
+    provisioner: Provisioner | None = None,
+) -> Observation:
+    """The fleet behind an inventory file of agents, and the machines that ``provisioner`` launched."""
     from coral_tasks.dispatch import dispatcher
+
+    endpoints = _endpoints(agents, provisioner)
+    return dispatcher.observe(endpoints, keys, controller=controller, wait_s=wait_s, provisioner=provisioner)
+
+
+def _endpoints(agents: Path, provisioner: Provisioner | None) -> dict[str, str]:
+    """Agents of the inventory, which a fleet that lives in a cloud alone (its agents share a key) may lack."""
     from coral_tasks.dispatch.inventory import read_endpoints
 
-    return dispatcher.observe(read_endpoints(agents), keys, controller=controller, wait_s=wait_s)
+    if provisioner is not None and provisioner.agent_key and not agents.exists():
+        return {}
+    return read_endpoints(agents)
 
 
 def preview(
-    plan: AllocationPlan, agents: Path, keys: Path, *, options: DispatchOptions | None = None
+    plan: AllocationPlan,
+    agents: Path,
+    keys: Path,
+    *,
+    options: DispatchOptions | None = None,
+    provisioner: Provisioner | None = None,
 ) -> tuple[Transition, Observation]:
     """What a dispatch would do now, without doing it."""
     from coral_tasks.dispatch import dispatcher
 
     options = options or dispatcher.DispatchOptions()
-    seen = observe(agents, keys, controller=options.controller, wait_s=options.observe_s)
-    return dispatcher.preview(plan, seen, options), seen
+    seen = observe(agents, keys, controller=options.controller, wait_s=options.observe_s, provisioner=provisioner)
+    return dispatcher.preview(plan, seen, options, provisioner), seen
 
 
 def write_picture(path: Path, transition: Transition, seen: Observation) -> None:
@@ -89,7 +110,6 @@ def dispatch(
     too.
     """
     from coral_tasks.dispatch import dispatcher
-    from coral_tasks.dispatch.inventory import read_endpoints
     from coral_tasks.tasks import sharing
 
     options = options or dispatcher.DispatchOptions()
@@ -99,7 +119,7 @@ def dispatch(
         epoch = sharing.epochs(home / "dispatch" / "epochs.sqlite").next_epoch(plan.id)
     result = dispatcher.dispatch_plan(
         plan,
-        read_endpoints(agents),
+        _endpoints(agents, provisioner),
         keys,
         epoch=epoch,
         options=options,
@@ -108,32 +128,6 @@ def dispatch(
     )
     write_result(home / "dispatch" / f"{epoch}.json", result)
     return result
-
-
-def dispatch_with_feedback(
-    plan: AllocationPlan,
-    *,
-    solve_again: Callable[[tuple[NodeRequest, ...]], AllocationPlan],
-    home: Path,
-    agents: Path,
-    keys: Path,
-    options: DispatchOptions | None = None,
-    provisioner: Provisioner | None = None,
-    progress: Progress | None = None,
-) -> DispatchResult:
-    """Dispatch; if nodes could not be had, solve once more with that knowledge and dispatch that plan.
-
-    ``solve_again``: from the missing nodes (see ``provisioning.feedback``) to a plan that does without them.
-    """
-    first = dispatch(
-        plan, home=home, agents=agents, keys=keys, options=options, provisioner=provisioner, progress=progress
-    )
-    if first.converged or not first.shortage:
-        return first
-    second = solve_again(first.shortage)
-    return dispatch(
-        second, home=home, agents=agents, keys=keys, options=options, provisioner=provisioner, progress=progress
-    )
 
 
 def write_result(path: Path, result: DispatchResult) -> None:

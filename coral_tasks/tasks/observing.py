@@ -243,14 +243,12 @@ def _library(metrics: Metrics, part: Any) -> None:
 
 def _agents(metrics: Metrics, settings: Settings) -> None:
     """Nothing where there is no inventory; an agent that does not answer is 0, and nothing is said of its nodes."""
-    from coral_tasks.dispatch.inventory import read_endpoints
-    from coral_tasks.tasks.dispatching import observe
+    from coral_tasks.tasks import fleet_access
 
-    inventory = settings.home / "agents.toml"
-    if not inventory.is_file():
+    if not fleet_access.has_fleet(settings):
         return
-    seen = observe(inventory, settings.home / "keys", wait_s=AGENTS_WAIT_S)
-    for name in read_endpoints(inventory):
+    seen = fleet_access.observe(settings, wait_s=AGENTS_WAIT_S)
+    for name in sorted({*seen.unreachable, *(one.agent for one in seen.targets.values())}):
         metrics.put("coral_agent_up", name not in seen.unreachable, name)
     for node in seen.nodes.values():
         _node(metrics, node)

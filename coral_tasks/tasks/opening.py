@@ -88,6 +88,8 @@ def _event(trigger: Trigger) -> str:
     extra = trigger.get("extra") or {}
     if "moved" in extra:
         return f"price change: {', '.join(map(str, extra['moved']))}"
+    if "missing" in extra:
+        return f"nodes that could not be had: {', '.join(map(str, extra['missing']))}"
     if "version" in extra:
         return f"template library {extra['version']}"
     return f"event of {trigger.get('asset', 'an asset')}"

@@ -27,6 +27,7 @@ REPORT: Final = "report/plan.html"
 TRANSITION: Final = "report/transition.html"
 BASELINES: Final = "baselines.json"
 EXPLANATION: Final = "explanation.json"
+OBTAINABLE: Final = "obtainable.json"
 EXPLAIN_S: Final = 20.0
 COMPARED: Final = ("homo", "cauchy")
 """Baselines that cost a fraction of a second: the paper's own two."""
@@ -35,14 +36,23 @@ _SCRIPT: Final = "report/plotly.min.js"
 
 
 def explain(run: Run) -> Sequence[str]:
-    """Sentences that explain the run's plan; computed once."""
+    """Sentences that explain the run's plan, what the cloud could not give lately last; computed once."""
     import msgspec
 
     if not run.path(EXPLANATION).exists():
         explanation = planning.explain_file(run.path(PLAN), time_limit_s=EXPLAIN_S)
         run.put(EXPLANATION, msgspec.json.format(msgspec.json.encode(explanation), indent=1))
-    sentences: Sequence[str] = run.get_json(EXPLANATION)["sentences"]
-    return sentences
+    return [*run.get_json(EXPLANATION)["sentences"], *without_nodes(run)]
+
+
+def without_nodes(run: Run) -> list[str]:
+    """A sentence for each pool that the run planned without more nodes of, since they could not be had."""
+    pools = run.get_json(OBTAINABLE)["pools"] if run.path(OBTAINABLE).exists() else []
+    return [
+        f"No more {one['configuration']} ({one['market'].replace('_', ' ')}) in {one['region']}: {one['short']}."
+        for one in pools
+        if one["short"]
+    ]
 
 
 def compare_with_baselines(run: Run) -> dict[str, Any]:

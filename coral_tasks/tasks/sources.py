@@ -252,6 +252,7 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
     from coral_tasks.catalog import load_catalog
     from coral_tasks.domain.names import ModelId, Phase
     from coral_tasks.ingestion.prometheus import MetricsTarget, PrometheusSource
+    from coral_tasks.tasks import fleet_access
 
     models = load_catalog().setup(settings.setup).models
     named = targets or tuple(
@@ -266,8 +267,7 @@ def _prometheus(settings: Settings, config: Prometheus, targets: tuple[MetricsTa
         num_intervals=config.num_intervals,
         token=read_secret(Path(config.token_file)) if config.token_file else "",
     )
-    has_agents = (settings.home / "agents.toml").is_file()
-    return source if named or not has_agents else _of_running(settings, source)
+    return source if named or not fleet_access.has_fleet(settings) else _of_running(settings, source)
 
 
 def _trace(settings: Settings, config: Trace) -> Source:
@@ -331,9 +331,9 @@ def _remembered(
 
 def _observe_all(settings: Settings) -> Observation:
     """What agents say. Raises SourceFault unless all answered: engines of a silent agent would count as gone."""
-    from coral_tasks.tasks.dispatching import observe
+    from coral_tasks.tasks import fleet_access
 
-    seen = observe(settings.home / "agents.toml", settings.home / "keys")
+    seen = fleet_access.observe(settings)
     if seen.unreachable:
         message = f"no answer from agents {', '.join(seen.unreachable)}: which engines run there is unknown, not none"
         raise SourceFault(message)
@@ -356,9 +356,9 @@ def metrics_targets(seen: Observation) -> tuple[MetricsTarget, ...]:
 def _inventory(settings: Settings) -> Source:
     def fetch(now: datetime) -> SourceBatch:
         from coral_tasks.ingestion.agents import InventorySource
-        from coral_tasks.tasks.dispatching import observe
+        from coral_tasks.tasks import fleet_access
 
-        seen = observe(settings.home / "agents.toml", settings.home / "keys")
+        seen = fleet_access.observe(settings)
         answered = len({target.agent for target in seen.targets.values()})
         return InventorySource(
             nodes=seen.fleet.nodes,

@@ -10,6 +10,7 @@ from airflow.sdk import Asset, ExceptionRetryPolicy, RetryAction, RetryRule
 from coral_tasks.settings import gpu_queues
 
 LIBRARY = Asset(name="coral_template_library", uri="coral://template-library/current")
+SHORTAGE = Asset(name="coral_shortage", uri="coral://fleet/shortage")
 PRICE_CHANGE = Asset(name="coral_price_change", uri="coral://prices/current")
 
 # A fixed date: anything that moves would make a new DAG version at every parse.
@@ -66,6 +67,14 @@ def described_events(events: Any) -> list[dict[str, Any]]:
         for event in some
     ]
     return found[-MAX_EVENTS:]
+
+
+def skip_unless(found: Any, reason: str) -> None:
+    """End a task as skipped, so that its asset gets no event, unless something was found."""
+    from airflow.sdk.exceptions import AirflowSkipException
+
+    if not found:
+        raise AirflowSkipException(reason)
 
 
 DEFAULT_ARGS: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from urllib.parse import quote
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from cloud_bench import POOLS, cloud
+
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import demo, local_fleet, nightly
+from coral_tasks.tasks import demo, dispatching, local_fleet, nightly
 from coral_tasks.tasks.local_airflow import DagOutcome, migrate_database, run_dags
 
 pytestmark = [
@@ -212,7 +216,9 @@ def test_mode_auto_runs_through_without_asking(home, seen) -> None:
     """Nobody is asked, every task ends well; the same inputs again send nothing."""
     for name in ("first", "second"):
         assert (seen[name].outcome.state, seen[name].outcome.failed) == ("success", ())
-        assert set(states(home, seen[name].outcome.run).values()) == {"success"}
+        ended = states(home, seen[name].outcome.run)
+        assert {task for task, state in ended.items() if state != "success"} == {"plan_again"}
+        assert ended["plan_again"] == "skipped"
     assert dispatched(home, seen["second"].outcome.run)["num_commands"] == 0
     assert seen["rejected"].in_force_before == seen["second"].outcome.run
 
@@ -315,3 +321,38 @@ def test_a_burst_of_price_events_makes_one_run_that_says_why(seen, client) -> No
         told = opening.reason(run.run_id, AllocationParameters(), described_events(events))
         session.delete(run)
     assert told.startswith("price change: aws/us-east-2 L4x1 spot: 0.3 to 0.4 USD/h")
+
+
+def test_nodes_that_cannot_be_had_end_the_run_and_ask_for_another(home, seen, monkeypatch) -> None:
+    """EC2 gives none: dispatch fails once, nothing is published, and an event starts a run that names the shortage."""
+    from airflow.models.asset import AssetEvent, AssetModel
+    from airflow.utils.session import create_session
+
+    del seen
+    (home / "agents.toml").rename(home / "agents.toml.aside")
+    dispatching.make_missing_keys(home / "keys", ["fleet"])
+    before = in_force(home)
+    try:
+        with cloud(home, monkeypatch) as ec2:
+            ec2.exhausted = {machine_type for _, machine_type in POOLS}
+            ec2.write_files(home)
+            (outcome,) = run_dags(home, [(DAG, conf(0.2))])
+            assert ec2.machines() == {}
+    finally:
+        (home / "agents.toml.aside").rename(home / "agents.toml")
+        (home / "provisioning.json").unlink()
+    assert (outcome.state, outcome.failed) == ("failed", ("dispatch",))
+    ended = states(home, outcome.run)
+    assert {task: ended[task] for task in ("plan_again", "wait_converged", "publish")} == {
+        "plan_again": "success",
+        "wait_converged": "upstream_failed",
+        "publish": "upstream_failed",
+    }
+    assert in_force(home) == before
+    missing = dispatched(home, outcome.run)["shortage"]
+    assert missing
+    with create_session() as session:
+        name = AssetModel.name == "coral_shortage"
+        events = session.query(AssetEvent).join(AssetModel, AssetModel.id == AssetEvent.asset_id).filter(name).all()
+        assert [event.extra for event in events] == [{"missing": missing}]
+    assert starts_for_events()

@@ -40,6 +40,7 @@ TASKS = {
         "decide",
         "dispatch",
         "wait_converged",
+        "plan_again",
         "publish",
     },
 }

@@ -28,7 +28,7 @@ from coral_tasks.dispatch.routing import read_routing
 from coral_tasks.domain.errors import Unavailable
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId
 from coral_tasks.domain.transition import NodeRequest, ProvisionedNode, StepKind
-from coral_tasks.tasks.dispatching import dispatch_with_feedback, write_plan
+from coral_tasks.tasks.dispatching import write_plan
 
 pytestmark = [pytest.mark.integration]
 ONE = template("one", throughput=1000.0)
@@ -160,6 +160,9 @@ class LateMachine:
     def releasable(self) -> frozenset[NodeId]:
         return frozenset(NodeId(name) for name in self.ours)
 
+    def booting(self) -> frozenset[NodeId]:
+        return frozenset()
+
     def interrupted(self) -> frozenset[NodeId]:
         return self.notices
 
@@ -203,29 +206,6 @@ def test_missing_capacity_ends_the_dispatch_before_anything_changed(tmp_path: Pa
         assert [one.configuration for one in short.shortage] == ["L4x1"]
         assert any("InsufficientInstanceCapacity" in text for text in short.problems)
         assert agents.engines() == before
-
-
-def test_one_more_solve_follows_a_shortage(tmp_path: Path) -> None:
-    """The cloud has none: the plan is solved once more with that knowledge, and the second plan is reached."""
-    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
-        only_a(agents)
-        write_endpoints(tmp_path / "agents.toml", agents.endpoints)
-        asked = []
-
-        def solve_again(shortage: tuple[NodeRequest, ...]):
-            asked.append([(one.configuration, one.market) for one in shortage])
-            return plan({"one": 1}, ONE)
-
-        result = dispatch_with_feedback(
-            plan({"two": 1}, ONE, TWO),
-            solve_again=solve_again,
-            home=tmp_path,
-            agents=tmp_path / "agents.toml",
-            keys=agents.keys,
-            provisioner=LateMachine(agents, stock=0),
-        )
-        assert asked == [[("L4x1", Market.ON_DEMAND)]]
-        assert result.converged, result.problems
 
 
 def test_a_spot_notice_moves_the_instance_before_the_machine_goes(tmp_path: Path) -> None:

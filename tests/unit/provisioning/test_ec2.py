@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import boto3
 import pytest
@@ -13,11 +12,9 @@ from botocore.awsrequest import AWSResponse
 from moto.server import ThreadedMotoServer
 
 from coral_tasks.domain.errors import SourceFault, Unavailable, ValidationFailed
-from coral_tasks.domain.market import NodeAvailability
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId, RegionId
 from coral_tasks.domain.transition import NodeRequest
 from coral_tasks.provisioning.ec2 import Ec2Provisioner, Ec2Settings, LaunchTarget
-from coral_tasks.provisioning.feedback import reduce_availability
 from coral_tasks.provisioning.static import StaticProvisioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -71,6 +68,13 @@ def test_machines_are_launched_tagged_and_found_again(client) -> None:
     assert cloud.releasable() == {one.node.id for one in came}
     assert cloud.endpoints() == {one.machine: f"tcp://{one.address}:7400" for one in came}
     assert provisioner(client, fleet="other").machines() == ()
+
+
+def test_a_machine_counts_as_booting_for_a_while_after_its_launch(client) -> None:
+    """Launched now: booting for those who allow an hour, not for those whose limit (1 ns) is over."""
+    came = provisioner(client).provision(request(1))
+    assert provisioner(client, boot_s=3600.0).booting() == {came[0].node.id}
+    assert provisioner(client, boot_s=1e-9).booting() == frozenset()
 
 
 def test_the_same_token_never_launches_twice(client) -> None:
@@ -192,24 +196,7 @@ def test_settings_check_themselves() -> None:
 def test_a_static_fleet_gives_nothing() -> None:
     """Nothing to obtain, nothing to release, and asking is an expected no."""
     fixed = StaticProvisioner()
-    assert (fixed.obtainable(), fixed.releasable(), fixed.endpoints()) == ({}, frozenset(), {})
+    assert (fixed.obtainable(), fixed.endpoints()) == ({}, {})
+    assert fixed.releasable() == fixed.booting() == fixed.interrupted() == frozenset()
     with pytest.raises(Unavailable, match="the fleet is static"):
         fixed.provision(request(1))
-
-
-def test_shortage_reduces_availability_of_its_pool_only() -> None:
-    """4 − 1 − 2 = 1 in the pool that was short, never below zero, others unchanged."""
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-
-    def row(market: Market, count: int) -> NodeAvailability:
-        return NodeAvailability(
-            region=REGION,
-            configuration=NodeConfigurationId("L4x1"),
-            market=market,
-            available_nodes=count,
-            observed_at=now,
-        )
-
-    rows = (row(Market.ON_DEMAND, 4), row(Market.SPOT, 1), row(Market.RESERVED, 3))
-    reduced = reduce_availability(rows, [request(1), request(2), request(5, pool=SPOT)])
-    assert [one.available_nodes for one in reduced] == [1, 0, 3]
