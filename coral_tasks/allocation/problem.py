@@ -35,6 +35,9 @@ RUNTIMES: Final = RUNTIME_CODES
 SERVED_TOLERANCE: Final = 1e-6
 """Unserved load up to this share of max(1, required) counts as none."""
 
+LARGEST: Final = 1e15
+"""Beyond it a double no longer tells whole numbers apart, and sums of such numbers say nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zone:
@@ -145,21 +148,21 @@ class AllocationProblem:
             "available_nodes",
         ):
             values = np.asarray(getattr(self, name), dtype=np.float64)
-            bad = np.argwhere(~(np.isfinite(values) & (values >= 0)))
+            bad = np.argwhere(~((values >= 0) & (values <= LARGEST)))
             for place in bad:
-                checks.require(condition=False, rule=f"{name}{place.tolist()} must be finite and not negative")
+                checks.require(condition=False, rule=f"{name}{place.tolist()} must be from 0 to {LARGEST:g}")
         for m in np.flatnonzero(self.prompt_tokens + self.output_tokens <= 0):
             checks.require(condition=False, rule="a model needs prompt or output tokens", value=self.models[m])
         weights = self.shortfall_weight
-        weights_ok = weights is None or (weights.shape == (len(self.models),) and not (weights < 0).any())
-        checks.require(bool(weights_ok), "shortfall_weight needs one value per model, none negative")
+        weights_ok = weights is None or (weights.shape == (len(self.models),) and bool((weights >= 0).all()))
+        checks.require(weights_ok, "shortfall_weight needs one value per model, none negative")
 
     def _check_templates(self, checks: Checks) -> None:
         templates = self.templates
-        bad_rate = np.flatnonzero(~(np.isfinite(templates.throughput) & (templates.throughput >= 0)))
+        bad_rate = np.flatnonzero(~((templates.throughput >= 0) & (templates.throughput <= LARGEST)))
         for t in bad_rate[:20]:
             checks.require(
-                condition=False, rule="throughput must be finite and not negative", value=templates.template_id(int(t))
+                condition=False, rule=f"throughput must be from 0 to {LARGEST:g}", value=templates.template_id(int(t))
             )
         empty = np.flatnonzero((templates.nodes.sum(axis=1) <= 0) | (templates.nodes < 0).any(axis=1))
         for t in empty[:20]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from coral_tasks.allocation.problem import LARGEST
 from coral_tasks.domain.errors import StorageFault, ValidationFailed, Violation
 
 MODES: Final = ("regional", "paper")
@@ -24,9 +25,6 @@ PHASES: Final = ("prefill", "decode", "aggregated")
 STATUSES: Final = ("optimal", "infeasible")
 NAMES: Final = ("regions", "configs", "models")
 VECTORS: Final = ("demand", "prompt_tokens", "output_tokens", "shortfall_weight")
-LARGEST: Final = 1e15
-"""Beyond it a double no longer tells whole numbers apart, and sums of such numbers say nothing."""
-
 MOST_NODES: Final = 32_767
 MOST_COUNT: Final = 2**31 - 1
 MAX_TOLD: Final = 1000

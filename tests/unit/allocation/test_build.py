@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from coral_tasks.domain.errors import ValidationFailed
@@ -88,3 +91,19 @@ def test_configuration_without_count_is_refused(world):
     world.template("m", "a", {"L4": 1}, 1.0).ask("m", 1.0).pool(EAST, "L4", 1.0, 2)
     with pytest.raises(ValidationFailed, match="number of GPUs"):
         world.problem()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        *(("demand_requests_per_s", value, r"\[0\] must be from 0 to 1e\+15") for value in (1e30, float("nan"), -1.0)),
+        *(("price_usd_per_hour", value, r"\[0, 0\] must be from 0 to 1e\+15") for value in (1e30, float("inf"), -1.0)),
+        *(("shortfall_weight", value, "one value per model, none negative") for value in (float("nan"), -1.0)),
+    ],
+)
+def test_figures_that_no_solver_can_take_are_refused(world, field, value, rule):
+    """A figure beyond what doubles tell apart is refused as such, not met as an error somewhere in a solver."""
+    problem = world.template("m", "a", {"L4x1": 1}, 1.0).ask("m", 1.0).pool(EAST, "L4x1", 1.0, 4).problem()
+    shape = (1, 1) if field == "price_usd_per_hour" else (1,)
+    with pytest.raises(ValidationFailed, match=rule):
+        replace(problem, **{field: np.full(shape, value)})
