@@ -81,7 +81,7 @@ class BacktestRequest:
     startup_s: float = 120.0
     policies: tuple[str, ...] = POLICIES
     seed: int = 0
-    time_limit_s: float = 20.0
+    time_limit_s: float = 60.0
     gap: float = 1e-3
     supply: float = 12.0
     simulate: bool = False
@@ -186,7 +186,8 @@ def backtest(
     day = read_day(request)
     hours = len(day.intervals) * INTERVAL_S / 3600
     request = dataclasses.replace(request, hours=min(request.hours, hours))
-    rows = []
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"setup": request.setup, "rows": rows}
     notes = [
         f"{request.num_intervals} intervals of 5 minutes, a plan every {request.every}; margin {request.margin:g}",
         day.notes,
@@ -197,7 +198,8 @@ def backtest(
         rows.append({"policy": policy, **judge_day(request, day, planned)})
         if policy == "forecast":
             notes += _forecast_notes(request, day, planned)
-    summary = {"setup": request.setup, "rows": rows, "notes": notes}
+            summary["forecast"] = _forecast_json(request, day, planned)
+    summary["notes"] = notes
     path = request.work / f"backtest-{request.setup}.html"
     write_table_page(path, f"Back-test: {request.setup}", rows, notes)
     write_json(path.with_suffix(".json"), summary)
@@ -273,6 +275,14 @@ def _forecast_notes(request: BacktestRequest, day: Day, planned: PlannedDay) -> 
             f"forecast: no plan in force for the first {num_intervals} intervals: {share:.3f} of the demand, all short"
         )
     return found + [f"forecast: {plans} of {count} plans: {text}" for text, plans in sorted(planned.notes.items())]
+
+
+def _forecast_json(request: BacktestRequest, day: Day, planned: PlannedDay) -> dict[str, Any]:
+    """Settings, every refused plan with its moment, and the number of plans by what their forecasts replaced."""
+    refused = [
+        {"at": day.start(k * request.every).isoformat(), "why": why} for k, why in sorted(planned.refused.items())
+    ]
+    return {**dataclasses.asdict(request.forecast), "refused": refused, "notes": dict(sorted(planned.notes.items()))}
 
 
 def _asked(intervals: Sequence[Sequence[Demand]]) -> float:

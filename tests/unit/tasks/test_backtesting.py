@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -373,6 +374,9 @@ def test_a_refused_plan_is_told_and_its_demand_is_short(work):
     assert "1 of 3 plans refused, first: no complete interval of gpt-oss-20b, phi-4-14b, qwen3-32b before" in told
     assert "no plan in force for the first 4 intervals: 0.333 of the demand" in told
     assert "1 of 3 plans refused" in path.read_text(encoding="utf-8")
+    kept = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["forecast"]
+    assert (kept["method"], kept["season"]) == ("last_value", 288)
+    assert [one["at"] for one in kept["refused"]] == [NOON.isoformat()]
 
 
 def test_capacity_beyond_the_demand_is_surplus_and_demand_beyond_it_shortage():
