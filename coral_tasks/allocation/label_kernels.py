@@ -6,10 +6,11 @@ results repeat on any machine.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 _jit = numba.njit(cache=True, nogil=True)
 INFINITY = np.inf
@@ -119,14 +120,33 @@ def _grow(i: int, j: int, columns: Any, rest: Any, made: Any, count: int, most_w
     return count
 
 
-def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...]:
-    """Room for ``most`` labels, of which label 0 is the empty one: use [most, K], rate, cost, parent, column, copies,
-    beaten, number, following [most], ``slots``, taken [most], work [1], and scratch and zeros [K].
+class Room(NamedTuple):
+    """Labels by number, and what making them needs: ``use`` [most, K], from ``rate`` to ``following`` and ``taken``
+    [most], ``slots``, ``work`` [1], scratch and zeros [K].
 
-    ``slots``: -1 everywhere, a power of two above ``most`` long; ``free_slots`` hands them back so. ``beaten``: the
-    stage in which a label was beaten, below 0 for those that are left; it is still extended in that stage, since what
-    beat it was made in it. Uninitialised: most of it is never touched.
+    ``beaten``: the stage in which a label was beaten, below 0 for those that are left; it is still extended in that
+    stage, since what beat it was made in it. ``slots``: -1 where free, a power of two above ``most`` long; ``taken``:
+    those in use, which ``free_slots`` hands back. ``work``: steps made.
     """
+
+    use: NDArray[np.int32]
+    rate: NDArray[np.float64]
+    cost: NDArray[np.float64]
+    parent: NDArray[np.int64]
+    column: NDArray[np.int64]
+    copies: NDArray[np.int64]
+    beaten: NDArray[np.int64]
+    number: NDArray[np.int64]
+    following: NDArray[np.int64]
+    slots: NDArray[np.int32]
+    taken: NDArray[np.int64]
+    work: NDArray[np.int64]
+    held: NDArray[np.int64]
+    nothing: NDArray[np.int64]
+
+
+def room_for_labels(most: int, num_resources: int, slots: Any) -> Room:
+    """Room for ``most`` labels, of which label 0 is the empty one. Uninitialised: most of it is never touched."""
     use = np.empty((most, num_resources), dtype=np.int32)
     rate, cost = np.empty(most), np.empty(most)
     parent, column, copies, beaten, number, following, taken = (np.empty(most, dtype=np.int64) for _ in range(7))
@@ -134,7 +154,7 @@ def room_for_labels(most: int, num_resources: int, slots: Any) -> tuple[Any, ...
     number[0], following[0], beaten[0], taken[0] = 0, -1, -1, _slot_of(0, slots, number)
     slots[taken[0]] = 0
     made = (use, rate, cost, parent, column, copies, beaten, number, following, slots, taken)
-    return *made, np.zeros(1, dtype=np.int64), *np.zeros((2, num_resources), dtype=np.int64)
+    return Room(*made, np.zeros(1, dtype=np.int64), *np.zeros((2, num_resources), dtype=np.int64))
 
 
 @_jit
@@ -147,12 +167,12 @@ def extend_labels(columns: Any, rest: Any, made: Any, at: Any, pause: int, most_
     (1, 0, 0, 1). Pauses when ``pause`` steps have been made in all or the room is full, which it counts as after
     ``most_work`` steps; True once all columns are done.
     """
-    most, work = len(made[1]), made[11]
+    most, work = len(made.rate), made.work
     while at[1] < len(columns[1]):
         j = at[1]
         while at[2] < at[3]:
             i = at[2]
-            if made[6][i] < 0 or made[6][i] == j:
+            if made.beaten[i] < 0 or made.beaten[i] == j:
                 at[0] = _grow(i, j, columns, rest, made, at[0], most_work)
             at[2] += 1
             if work[0] > pause or at[0] == most:

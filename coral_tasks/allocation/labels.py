@@ -205,7 +205,7 @@ class Enumeration:
         )
         table = (rest.table, rest.tracked, required, ceiling)
         room = label_kernels.room_for_labels(MAX_MADE, len(self.resources), self.slots)
-        at, steps = np.array([1, 0, 0, 1], dtype=np.int64), room[11]
+        at, steps = np.array([1, 0, 0, 1], dtype=np.int64), room.work
         most = MAX_WORK - self.work
         while not label_kernels.extend_labels(limits, table, room, at, int(steps[0]) + LOOK_AFTER, most):
             if at[0] >= MAX_MADE or steps[0] > most:
@@ -213,7 +213,7 @@ class Enumeration:
             self.require_time()
         self.work += int(steps[0])
         count = int(at[0])
-        label_kernels.free_slots(self.slots, room[10], count)
+        label_kernels.free_slots(self.slots, room.taken, count)
         # copies, so that the room for more can be given back
         return [part[:count].copy() for part in room[:7]]
 
