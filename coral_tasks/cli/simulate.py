@@ -183,7 +183,7 @@ def backtest(
     if json_output:
         typer.echo(json.dumps(summary, indent=1))
         return
-    _print_rows(summary["rows"])
+    _print_rows(_turned(summary["rows"]))
     for note in summary["notes"]:
         typer.echo(note)
     typer.echo(f"report: {report}")
@@ -210,6 +210,12 @@ def fidelity(
     _print_rows([{"figure": key, **{of: value.get(key) for of, value in figures.items()}} for key in keys])
     _print_rows(summary.get("rows", []))
     typer.echo(summary["source"])
+
+
+def _turned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each figure and a column for each policy, which fits a narrow terminal; all have the same figures."""
+    figures = [name for name in rows[0] if name != "policy"]
+    return [{"figure": name.replace("_", " "), **{row["policy"]: row[name] for row in rows}} for name in figures]
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

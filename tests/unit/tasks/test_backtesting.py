@@ -3,11 +3,13 @@
 import importlib.util
 import inspect
 import json
+import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from coral_tasks.catalog import load_catalog
 from coral_tasks.cli import app
@@ -409,3 +411,22 @@ def test_the_command_has_the_pipelines_forecast_by_default():
     given = {name: value.default for name, value in inspect.signature(command.callback).parameters.items()}
     names = ("method", "quantile", "season", "max_gap")
     assert forecast_settings(**{name: given[name] for name in names}) == ForecastSettings()
+
+
+def test_the_command_shows_the_forecast_beside_the_others_and_as_json(work, monkeypatch):
+    """Options reach the policy; the table has a column for each policy on 80 columns, the JSON a row for each."""
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ["backtest", "core", "--work", str(work), "--hours", "1", "--every", "6", "--method", "last_value"]
+    asked += ["--quantile", "0.8", "--season", "12", "--max-gap", "1", "--policy", "forecast", "--policy", "peak"]
+    shown, printed = (CliRunner().invoke(app, [*asked, *more]) for more in ([], ["--json"]))
+    assert re.search(r"figure +┃ forecast +┃ peak", shown.stdout)
+    assert re.search(r"plans refused +│ 1 +│ 0", shown.stdout)
+    assert "forecast by last_value, quantile 0.8, season 12, max_gap 1" in shown.stdout
+    made = json.loads(printed.stdout)
+    assert [row["policy"] for row in made["rows"]] == ["forecast", "peak"]
+    assert {name: made["forecast"][name] for name in ("method", "quantile", "season", "max_gap")} == {
+        "method": "last_value",
+        "quantile": 0.8,
+        "season": 12,
+        "max_gap": 1,
+    }
