@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from coral_tasks.dispatch.routing import Route, RoutingTable, read_routing, writ
 from coral_tasks.dispatch.specs import start_specs
 from coral_tasks.dispatch.transport import AgentLinks
 from coral_tasks.domain.errors import CoralError, Unavailable
-from coral_tasks.domain.fleet import Fleet, InstanceState, ServingInstance
+from coral_tasks.domain.fleet import Fleet, InstanceState, Node, ServingInstance
 from coral_tasks.domain.models import RequestShape
 from coral_tasks.domain.names import InstanceId, ModelId, NodeId
 from coral_tasks.domain.plan import AllocationPlan
@@ -180,11 +181,19 @@ def preview(
         load=observation.load,
         used_ids=observation.used_ids,
         obtainable=provisioner.obtainable() if provisioner is not None else {},
-        releasable=provisioner.releasable() if provisioner is not None else frozenset(),
+        releasable=_releasable(observation, provisioner),
     )
     transition = plan_transition(plan, observation.fleet, shapes=options.shapes, situation=situation)
     require_safe(transition, plan, observation.fleet, shapes=options.shapes, excluded=excluded)
     return transition
+
+
+def _releasable(observation: Observation, provisioner: Provisioner | None) -> frozenset[NodeId]:
+    """Machines whose own agents answer: what another agent says of a machine is no reason to end it."""
+    if provisioner is None:
+        return frozenset()
+    spoken = {node for node, target in observation.targets.items() if target.agent == node}
+    return frozenset(node for node in provisioner.releasable() if node in spoken)
 
 
 def dispatch_plan(
@@ -196,8 +205,11 @@ def dispatch_plan(
     options: DispatchOptions | None = None,
     provisioner: Provisioner | None = None,
     progress: Progress | None = None,
+    newest_epoch: Callable[[], int] | None = None,
 ) -> DispatchResult:
     """Bring the fleet to ``plan``. ``epoch``: from an EpochStore, new for each call.
+
+    ``newest_epoch``: of that store; once it is another one, no machine is launched or ended any more.
 
     Returns how it ended; a fleet that cannot be brought there is a result, not an exception. Raises PlanRejected if
     the planner made an unsafe transition, UnknownName or StorageFault for keys.
@@ -210,6 +222,7 @@ def dispatch_plan(
         options=options or DispatchOptions(),
         provisioner=provisioner,
         progress=progress,
+        newest_epoch=newest_epoch,
     )
     return run.converge()
 
@@ -225,6 +238,7 @@ class _Dispatch:
     options: DispatchOptions
     provisioner: Provisioner | None
     progress: Progress | None
+    newest_epoch: Callable[[], int] | None
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
     round: int = 0
     num_commands: int = 0
@@ -235,7 +249,11 @@ class _Dispatch:
     shortage: list[NodeRequest] = field(default_factory=list)
     superseded: bool = False
     awaited: set[NodeId] = field(default_factory=set)
+    settled: set[NodeId] = field(default_factory=set)
+    listed: frozenset[str] = frozenset()
     launched: list[ProvisionedNode] = field(default_factory=list)
+    judged: set[NodeId] = field(default_factory=set)
+    num_answered: Counter[Pool] = field(default_factory=Counter)
     _table: RoutingTable | None = None
 
     def converge(self) -> DispatchResult:
@@ -251,42 +269,101 @@ class _Dispatch:
     def _fence_all(self, links: AgentLinks) -> Observation:
         """Take agents over; wait for the agents of machines that were just launched.
 
-        Those that a dispatch before this one launched count too: asking for others in their place would buy them twice.
+        Those of which this dispatch knows nothing count too: a dispatch before this one launched them, or EC2 did and
+        its answer was lost. Asking for others in their place would buy them twice.
         """
         deadline_s = time.monotonic() + self.options.provision_timeout_s
-        if self.round == 1 and self.provisioner is not None:
-            self.awaited |= self.provisioner.booting()
-        while True:
-            if self.provisioner is not None:
-                links.connect(self.provisioner.endpoints(), key=self.provisioner.agent_key)
-            observation = self._fence(links)
-            self.awaited -= observation.nodes.keys()
-            if not self.awaited or time.monotonic() >= deadline_s:
-                break
-        if self.awaited:
-            self.problems.append(f"round {self.round}: no agent answers on new nodes {', '.join(sorted(self.awaited))}")
-            self._give_back([one for one in self.launched if one.node.id in self.awaited])
-            self.awaited.clear()
+        self._connect(links)
+        if self.provisioner is not None:
+            self.awaited |= self.provisioner.booting() - self.settled
+        observation = self._look(links, deadline_s)
+        while self.awaited and not observation.superseded and time.monotonic() < deadline_s:
+            self._connect_again(links)
+            observation = self._look(links, deadline_s)
+        if observation.superseded or not self._give_back(self._failed(observation)):
+            return observation
+        self._connect_again(links)
+        return self._fence(links)
+
+    def _connect(self, links: AgentLinks) -> None:
+        """To the machines that there are now, and no more to those that are gone: nobody waits for them."""
+        if self.provisioner is None:
+            return
+        endpoints = self.provisioner.endpoints()
+        gone = self.listed - endpoints.keys()
+        self.listed = frozenset({*self.listed, *endpoints})
+        links.disconnect(gone - self.endpoints.keys())
+        links.connect(endpoints, key=self.provisioner.agent_key)
+        lost = {node for node in self.awaited if node in gone}
+        if lost:
+            self.problems.append(f"round {self.round}: gone before an agent answered: {', '.join(sorted(lost))}")
+            self.awaited -= lost
+            self.shortage += [_not_had(one) for one in self.launched if one.node.id in lost]
+
+    def _connect_again(self, links: AgentLinks) -> None:
+        """A cloud that does not answer once is no reason to leave machines behind that were just launched."""
+        try:
+            self._connect(links)
+        except CoralError as error:
+            text = f"round {self.round}: {error}"
+            self.problems += [] if text in self.problems else [text]
+
+    def _look(self, links: AgentLinks, deadline_s: float) -> Observation:
+        """One fence; takes ``observe_s`` if it leaves somebody to wait for, so that nobody is asked without a pause."""
+        until_s = min(deadline_s, time.monotonic() + self.options.observe_s)
+        observation = self._fence(links)
+        self.awaited -= observation.nodes.keys()
+        self.settled |= observation.nodes.keys()
+        if self.awaited and not observation.superseded:
+            time.sleep(max(0.0, until_s - time.monotonic()))
         return observation
 
-    def _give_back(self, silent: list[ProvisionedNode]) -> None:
-        """Machines launched here that never answered are shortage, and end: no command ever went to them.
+    def _failed(self, observation: Observation) -> list[ProvisionedNode]:
+        """Machines launched here that are of no use: silent ones, and those whose agent says to be something else.
 
-        Those that an earlier dispatch launched may have answered it: a person has to look.
+        Silent ones that an earlier dispatch launched may have answered it: a person has to look.
         """
-        self.shortage += [_silent(one) for one in silent]
-        if not silent or self.provisioner is None:
-            return
+        silent = sorted(self.awaited)
+        if silent:
+            self.problems.append(f"round {self.round}: no agent answers on new nodes {', '.join(silent)}")
+            self.settled |= self.awaited
+            self.awaited.clear()
+        said = {node.id: node for node in observation.fleet.nodes}
+        new = [one for one in self.launched if one.node.id not in self.judged]
+        self.judged.update(one.node.id for one in new)
+        other = [one for one in new if said.get(one.node.id, one.node) != one.node]
+        for one in other:
+            text = f"{one.node.id} was launched as {_words(one.node)}, its agent says {_words(said[one.node.id])}"
+            self.problems.append(f"round {self.round}: {text}")
+        return [one for one in new if one.node.id in silent] + other
+
+    def _give_back(self, failed: list[ProvisionedNode]) -> bool:
+        """End these machines, to which no command ever went; they count as not to be had. Whether there are any."""
+        if not failed or self.provisioner is None:
+            return False
         try:
-            self.provisioner.release(tuple(one.node.id for one in silent))
+            if self.is_superseded():
+                return False
+            self.provisioner.release(tuple(one.node.id for one in failed))
         except CoralError as error:
             self.problems.append(f"round {self.round}: {error}")
+        self.shortage += [_not_had(one) for one in failed]
+        return True
+
+    def is_superseded(self) -> bool:
+        """Whether a newer dispatch began: machines are its matter now."""
+        newest = self.epoch if self.newest_epoch is None else self.newest_epoch()
+        if newest > self.epoch and not self.superseded:
+            self.superseded = True
+            self.problems.append(f"round {self.round}: epoch {newest} was given out; ours is {self.epoch}")
+        return self.superseded
 
     def _one_round(self, links: AgentLinks, observation: Observation) -> DispatchResult | None:
         """None if another round is to follow."""
         if observation.superseded:
             self.superseded = True
             self.problems.append(f"a newer epoch is in force on {', '.join(observation.superseded)}")
+        if self.superseded:
             return self._result(observation, None)
         transition = preview(self.plan, observation, self.options, self._provisioner())
         if self.shortage and transition.unplaced and self.options.stop_on_shortage:
@@ -328,13 +405,20 @@ class _Dispatch:
         for problem in machine.problems:
             self._note(problem)
 
-    def obtain(self, request: NodeRequest) -> None:
-        """Ask for nodes; what does not come is shortage."""
+    def obtain(self, pool: Pool, count: int) -> None:
+        """Ask for nodes; what does not come is shortage.
+
+        The token changes only once a request was answered, so that asking again after a fault launches nothing twice;
+        no other dispatch has it, even where the counter of epochs was lost.
+        """
+        token = f"{self.owner}.{self.epoch}.{'/'.join(pool)}.{count}.{self.num_answered[pool]}"
+        request = NodeRequest(region=pool[0], configuration=pool[1], market=pool[2], count=count, token=token)
         try:
             came = self.provisioner.provision(request) if self.provisioner is not None else ()
         except Unavailable as error:
             self.problems.append(f"round {self.round}: {error}")
             came = ()
+        self.num_answered[pool] += 1
         self.launched += came
         self.awaited.update(one.node.id for one in came)
         if len(came) < request.count:
@@ -458,6 +542,8 @@ class _Work:
                 case Publish(routed=routed):
                     started = {str(one.id): one for one in self.transition.started}
                     self.dispatch._publish(self.observation, started, routed)  # noqa: SLF001 - one unit in two classes
+                case Provision() | Release() if self.dispatch.is_superseded():
+                    return "a newer dispatch began"
                 case Provision(nodes=nodes):
                     self._provision(nodes)
                 case Release(nodes=nodes) if self.dispatch.provisioner is not None:
@@ -472,19 +558,15 @@ class _Work:
         pending = [node for node in self.transition.pending if node.id in nodes]
         pools = sorted({(node.region, node.configuration, node.market) for node in pending})
         for pool in pools:
-            count = sum((node.region, node.configuration, node.market) == pool for node in pending)
-            request = NodeRequest(
-                region=pool[0],
-                configuration=pool[1],
-                market=pool[2],
-                count=count,
-                token=f"{dispatch.epoch}.{dispatch.round}.{'/'.join(pool)}",
-            )
-            dispatch.obtain(request)
+            dispatch.obtain(pool, sum((node.region, node.configuration, node.market) == pool for node in pending))
 
 
-def _silent(machine: ProvisionedNode) -> NodeRequest:
-    """A machine whose agent never answered counts as one that could not be had."""
+def _words(node: Node) -> str:
+    return f"{node.region} {node.configuration} {node.market}"
+
+
+def _not_had(machine: ProvisionedNode) -> NodeRequest:
+    """A machine that is of no use counts as one that could not be had."""
     node = machine.node
     return NodeRequest(
         region=node.region, configuration=node.configuration, market=node.market, count=1, token=machine.machine

@@ -54,13 +54,14 @@ def build_observation(reports: Mapping[str, Report], agents: Iterable[str]) -> O
     owners: dict[str, str] = {}
     nodes: dict[NodeId, NodeReport] = {}
     trouble: list[str] = []
-    for agent in sorted(reports):
-        for one in reports[agent].nodes:
-            if one.node in owners:
-                trouble.append(f"node {one.node} is reported by {owners[one.node]} and by {agent}; the latter ignored")
-                continue
-            owners[one.node] = agent
-            nodes[NodeId(one.node)] = one
+    said = [(agent, one) for agent in sorted(reports) for one in reports[agent].nodes]
+    # a machine's own agent, which has its name, knows best
+    for agent, one in sorted(said, key=lambda pair: pair[0] != pair[1].node):
+        if one.node in owners:
+            trouble.append(f"node {one.node} is reported by {owners[one.node]} and by {agent}; the latter ignored")
+            continue
+        owners[one.node] = agent
+        nodes[NodeId(one.node)] = one
     parts = _parts(nodes)
     instances = tuple(_instance(name, parts[name]) for name in sorted(parts))
     return Observation(

@@ -50,8 +50,11 @@ class AgentLinks:
     def connect(self, endpoints: Mapping[str, str], *, key: str = "") -> None:
         """Connect to agents not connected to yet. ``key``: name of the key they share, "" if each has its own.
 
-        Raises UnknownName if a key is missing.
+        Raises UnknownName if a key is missing, a shared one also before there is anybody to connect to: machines are
+        launched only where they could be talked to.
         """
+        if key:
+            read_public_key(self._keys, Role.AGENT, key)
         publics = {name: read_public_key(self._keys, Role.AGENT, key or name) for name in endpoints}
         for name, endpoint in sorted(endpoints.items()):
             if name not in self._sockets:
@@ -60,6 +63,14 @@ class AgentLinks:
                 self._sockets[name] = socket
                 self._names[socket] = name
                 self._poller.register(socket, zmq.POLLIN)
+
+    def disconnect(self, names: Iterable[str]) -> None:
+        """Forget these agents, as far as they are known: their machines are gone."""
+        for name in sorted(set(names) & self._sockets.keys()):
+            socket = self._sockets.pop(name)
+            del self._names[socket]
+            self._poller.unregister(socket)
+            socket.close()
 
     def _new_socket(self, public: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

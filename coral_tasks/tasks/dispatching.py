@@ -115,8 +115,9 @@ def dispatch(
     options = options or dispatcher.DispatchOptions()
     if options.routing_folder is None:
         options = replace(options, routing_folder=home / "routing")
+    store = sharing.epochs(home / "dispatch" / "epochs.sqlite")
     if epoch is None:
-        epoch = sharing.epochs(home / "dispatch" / "epochs.sqlite").next_epoch(plan.id)
+        epoch = store.next_epoch(plan.id)
     result = dispatcher.dispatch_plan(
         plan,
         _endpoints(agents, provisioner),
@@ -125,6 +126,7 @@ def dispatch(
         options=options,
         provisioner=provisioner,
         progress=progress,
+        newest_epoch=lambda: store.newest()[0],
     )
     write_result(home / "dispatch" / f"{epoch}.json", result)
     return result
