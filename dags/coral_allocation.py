@@ -102,12 +102,13 @@ def coral_allocation() -> None:
 
         return allocation.wait_converged(run)
 
+    # The run's id from the context: where an earlier task failed, nobody hands one on, and there is nothing to ask for.
     @task(trigger_rule="one_failed", outlets=[SHORTAGE])
-    def plan_again(run: str, outlet_events: Any = None) -> list[str]:
+    def plan_again(run_id: Any = None, outlet_events: Any = None) -> list[str]:
         """After a dispatch that could not get its nodes: ask for one more run, which plans without them."""
         from coral_tasks.tasks import allocation
 
-        missing = allocation.shortage(run)
+        missing = allocation.shortage(run_id)
         skip_unless(missing, "the dispatch did not fail for want of nodes")
         outlet_events[SHORTAGE].extra = {"missing": missing}
         return missing
@@ -126,7 +127,7 @@ def coral_allocation() -> None:
     checked = check(solve(gated))
     sent = dispatch(checked)
     chain(checked, decide, sent, wait_converged(checked), publish(checked))
-    chain(sent, plan_again(checked))
+    chain(sent, plan_again())
 
 
 coral_allocation()

@@ -8,6 +8,7 @@ image or a secret store, never by user data.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from coral_tasks.domain.fleet import Node
 from coral_tasks.domain.names import Market, NodeConfigurationId, NodeId, RegionId
 from coral_tasks.domain.transition import NodeRequest, ProvisionedNode
 from coral_tasks.domain.validation import Checks
+
+_LOG = logging.getLogger("coral.dispatch")
 
 Pool = tuple[RegionId, NodeConfigurationId, Market]
 
@@ -37,6 +40,7 @@ _NO_CAPACITY = frozenset(
     }
 )
 _HELD = ("pending", "running")
+_MARKETS = frozenset(one.value for one in Market)
 _INTERRUPTED = ("marked-for-termination", "marked-for-stop", "instance-terminated-no-capacity")
 
 
@@ -72,6 +76,20 @@ class Ec2Settings:
         checks.raise_if_any()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A machine that carries the fleet's tag. ``node``: None where the other tags are missing or say nothing we know.
+
+    An engine may serve on such a machine all the same, so that its agent is asked as all are; it is never ended.
+    """
+
+    id: NodeId
+    region: RegionId
+    address: str
+    launched_at: datetime
+    node: Node | None
+
+
 def client_factory(endpoint_url: str | None = None) -> Callable[[RegionId], Any]:
     """Boto3 EC2 clients by ``aws/<region>``, one each, with boto3's usual credentials."""
     made: dict[RegionId, Any] = {}
@@ -97,9 +115,20 @@ class Ec2Provisioner:
         return self.settings.agent_key
 
     def obtainable(self) -> Mapping[Pool, int]:
-        """Allowed nodes less those held; EC2 tells nobody how many it really has."""
-        held = Counter((one.node.region, one.node.configuration, one.node.market) for one in self.machines())
-        return {pool: max(0, target.max_nodes - held[pool]) for pool, target in self.settings.targets.items()}
+        """Allowed nodes less those held; EC2 tells nobody how many it really has.
+
+        A machine of which it is not known what it is may belong to any pool of its region, and counts in each.
+        """
+        found = self._held()
+        held = Counter((one.node.region, one.node.configuration, one.node.market) for one in found if one.node)
+        unknown = Counter(one.region for one in found if one.node is None)
+        if unknown:
+            names = ", ".join(one.id for one in found if one.node is None)
+            _LOG.warning("tags coral:configuration and coral:market do not say what these machines are: %s", names)
+        return {
+            pool: max(0, target.max_nodes - held[pool] - unknown[pool[0]])
+            for pool, target in self.settings.targets.items()
+        }
 
     def provision(self, request: NodeRequest) -> tuple[ProvisionedNode, ...]:
         """Launch up to ``count`` machines; the same token never launches twice.
@@ -118,7 +147,8 @@ class Ec2Provisioner:
                 raise
             # all of them cannot be had: take as many as there are
             instances = self._launch(request, target, at_least=1)
-        return tuple(_machine(request.region, instance) for instance in instances)
+        with aws_call(f"EC2 run_instances in {request.region}", SourceFault):
+            return tuple(_launched(request, instance) for instance in instances)
 
     def _launch(self, request: NodeRequest, target: LaunchTarget, *, at_least: int) -> list[Any]:
         arguments = _launch_arguments(self.settings, request, target, at_least=at_least)
@@ -132,25 +162,27 @@ class Ec2Provisioner:
             self._call(region, "terminate_instances", "TerminatingInstances", {"InstanceIds": ids})
 
     def releasable(self) -> frozenset[NodeId]:
-        """Machines of this fleet."""
+        """Machines of this fleet whose tags say what they are."""
         return frozenset(one.node.id for one in self.machines())
 
     def endpoints(self) -> Mapping[str, str]:
         """Agents of this fleet's machines that have an address yet."""
         port = self.settings.agent_port
-        return {str(one.node.id): f"tcp://{one.address}:{port}" for one in self.machines() if one.address}
+        return {str(one.id): f"tcp://{one.address}:{port}" for one in self._held() if one.address}
 
     def booting(self) -> frozenset[NodeId]:
         """Machines launched so lately that their agents may still be about to answer."""
         since = datetime.now(UTC) - timedelta(seconds=self.settings.boot_s)
-        return frozenset(one.node.id for one, launched_at in self._held() if launched_at >= since)
+        return frozenset(one.id for one in self._held() if one.node and one.launched_at >= since)
 
     def machines(self) -> tuple[ProvisionedNode, ...]:
-        """Machines of this fleet that run or are about to."""
-        return tuple(one for one, _ in self._held())
+        """Machines of this fleet that run or are about to, as far as their tags say what they are."""
+        return tuple(
+            ProvisionedNode(node=one.node, machine=one.id, address=one.address) for one in self._held() if one.node
+        )
 
-    def _held(self) -> list[tuple[ProvisionedNode, datetime]]:
-        """Machines and when each was launched."""
+    def _held(self) -> list[_Held]:
+        """Everything that carries the fleet's tag, by id."""
         found = []
         for region in self._regions():
             filters = [
@@ -160,8 +192,8 @@ class Ec2Provisioner:
             reservations = self._entries(region, "describe_instances", "Reservations", Filters=filters)
             with aws_call(f"EC2 describe_instances in {region}", SourceFault):
                 instances = [instance for one in reservations for instance in one["Instances"]]
-                found += [(_machine(region, instance), instance["LaunchTime"]) for instance in instances]
-        return sorted(found, key=lambda one: one[0].node.id)
+                found += [_machine(region, instance) for instance in instances]
+        return sorted(found, key=lambda one: one.id)
 
     def interrupted(self) -> frozenset[NodeId]:
         """Spot machines that EC2 is about to take back: drain them and plan again without them."""
@@ -185,18 +217,23 @@ class Ec2Provisioner:
         return aws_entries(self.client_of(region), name, key, SourceFault, **arguments)
 
 
-def _machine(region: RegionId, instance: Mapping[str, Any]) -> ProvisionedNode:
-    """A machine of the fleet by its tags. Raises SourceFault if one is missing or says nothing we know."""
+def _machine(region: RegionId, instance: Mapping[str, Any]) -> _Held:
+    """A machine as EC2 lists it."""
+    name = NodeId(instance["InstanceId"])
+    tags = {tag["Key"]: tag.get("Value", "") for tag in instance.get("Tags", [])}
+    configuration, market = tags.get("coral:configuration", ""), tags.get("coral:market", "")
+    node = None
+    if configuration and market in _MARKETS:
+        node = Node(id=name, region=region, configuration=NodeConfigurationId(configuration), market=Market(market))
+    address, launched_at = instance.get("PrivateIpAddress", ""), instance["LaunchTime"]
+    return _Held(id=name, region=region, address=address, launched_at=launched_at, node=node)
+
+
+def _launched(request: NodeRequest, instance: Mapping[str, Any]) -> ProvisionedNode:
+    """A machine that was just launched: what was asked for, whatever tags EC2 shows already."""
     name = instance["InstanceId"]
-    with aws_call(f"EC2 machine {name} in {region}: tags coral:configuration and coral:market", SourceFault):
-        tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
-        node = Node(
-            id=NodeId(name),
-            region=region,
-            configuration=NodeConfigurationId(tags["coral:configuration"]),
-            market=Market(tags["coral:market"]),
-        )
-        return ProvisionedNode(node=node, machine=name, address=instance.get("PrivateIpAddress", ""))
+    node = Node(id=NodeId(name), region=request.region, configuration=request.configuration, market=request.market)
+    return ProvisionedNode(node=node, machine=name, address=instance.get("PrivateIpAddress", ""))
 
 
 def _launch_arguments(

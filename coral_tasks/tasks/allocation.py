@@ -19,6 +19,7 @@ from coral_tasks.domain.errors import (
     PlanRejected,
     SourceFault,
     Unavailable,
+    UnknownName,
 )
 from coral_tasks.domain.names import Market
 from coral_tasks.settings import Settings
@@ -418,8 +419,14 @@ def wait_converged(run_id: str) -> str:
 
 @shared()
 def shortage(run_id: str) -> list[str]:
-    """Nodes that this run's dispatch could not get, a sentence for each pool; none if it had what it asked for."""
-    run = inputs.run_store(Settings()).find(run_id)
+    """Nodes that this run's dispatch could not get, a sentence for each pool; none if it had what it asked for.
+
+    None, too, of a run that came to no dispatch, or ended before it had a folder.
+    """
+    try:
+        run = inputs.run_store(Settings()).find(run_id)
+    except UnknownName:
+        return []
     if not run.path(_DISPATCH).exists():
         return []
     found: list[str] = run.get_json(_DISPATCH).get("shortage", [])

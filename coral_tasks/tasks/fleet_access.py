@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -59,7 +58,7 @@ class Ec2(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """``fleet``: value of the tag ``coral:fleet``; ``agent_key``: name of the key that its agents share.
 
     ``provision_timeout_s``: from launch to an agent's answer. ``shortage_s``: how long planning does without more
-    machines of a pool after EC2 could not give one.
+    machines of a pool after EC2 could not give one; less than a run takes, and each run would ask in vain anew.
     """
 
     fleet: _Name
@@ -67,7 +66,7 @@ class Ec2(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     agent_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     pools: Annotated[tuple[Ec2Pool, ...], msgspec.Meta(min_length=1)]
     provision_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1200)] = 600.0
-    shortage_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 900.0
+    shortage_s: Annotated[float, msgspec.Meta(ge=60, le=86_400)] = 900.0
     endpoint_url: str | None = None
 
 
@@ -144,9 +143,9 @@ def read_provisioning(settings: Settings, path: Path | None = None) -> Ec2 | Non
 
 def _violations(settings: Settings, found: Ec2, path: str) -> Iterator[Violation]:
     from coral_tasks.catalog import load_catalog
+    from coral_tasks.tasks.sources import address_fault
 
-    if "@" in urlsplit(found.endpoint_url or "").netloc:
-        rule = "an address must not hold a user or a password: they would end up in logs"
+    if rule := address_fault(found.endpoint_url):
         yield Violation(table=path, row="endpoint_url", value="", rule=rule)
     setup = load_catalog().setup(settings.setup)
     regions = {str(region) for region in setup.regions if str(region).startswith("aws/")}
@@ -225,4 +224,4 @@ def _recent_shortage(settings: Settings, now: datetime) -> list[_Short]:
     except (OSError, msgspec.DecodeError) as error:
         message = f"{path} cannot be read: {error}"
         raise StorageFault(message) from error
-    return [one for one in kept if now - one.at <= timedelta(seconds=found.shortage_s)]
+    return [one for one in kept if abs(now - one.at) <= timedelta(seconds=found.shortage_s)]

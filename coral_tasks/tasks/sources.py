@@ -151,7 +151,7 @@ def read_sources(settings: Settings) -> Sources:
     if not path.exists():
         return Sources()
     try:
-        return _without_credentials(msgspec.json.decode(path.read_bytes(), type=Sources), str(path))
+        return _with_plain_addresses(msgspec.json.decode(path.read_bytes(), type=Sources), str(path))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror or error}"
         raise StorageFault(message) from error
@@ -159,18 +159,32 @@ def read_sources(settings: Settings) -> Sources:
         raise ValidationFailed([Violation(table=str(path), row="", value="", rule=str(error))]) from error
 
 
-def _without_credentials(sources: Sources, path: str) -> Sources:
-    """``sources`` if no address holds a user or password. Raises ValidationFailed, which does not repeat them."""
-    rule = "an address must not hold a user or a password: they would end up in logs; see token_file"
+def _with_plain_addresses(sources: Sources, path: str) -> Sources:
+    """``sources`` if their addresses can be used. Raises ValidationFailed, which does not repeat them."""
     found = [
         Violation(table=path, row=f"{table}.{name}", value="", rule=rule)
         for table in TABLES
         for name in ("address", "endpoint_url")
-        if "@" in urlsplit(getattr(getattr(sources, table), name, None) or "").netloc
+        if (rule := address_fault(getattr(getattr(sources, table), name, None)))
     ]
     if found:
         raise ValidationFailed(found)
     return sources
+
+
+def address_fault(address: str | None) -> str:
+    """Why a server's address cannot be used, "" if it can or is absent. Never repeats it: it may hold a secret."""
+    if address is None:
+        return ""
+    if "@" in address:
+        return "an address must not hold a user or a password: they would end up in logs; see token_file"
+    rule = "must be an address such as https://host:8443, without a query"
+    try:
+        parts = urlsplit(address)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, a port that is no number or too large
+        return rule
+    return "" if whole and not parts.query and not parts.fragment else rule
 
 
 def read_secret(path: Path) -> str:

@@ -81,6 +81,11 @@ def test_every_task_says_what_it_does_and_mapped_ones_have_readable_names(dag_ba
             assert "item[" in task.map_index_template or task.map_index_template == "{{ table }}", task.task_id
 
 
+def test_a_run_refused_before_its_dispatch_asks_for_no_other(dag_bag) -> None:
+    """plan_again hangs on dispatch alone: a task that failed before hands on no run, and must not fail it too."""
+    assert dag_bag.dags["coral_allocation"].get_task("plan_again").upstream_task_ids == {"dispatch"}
+
+
 def test_measuring_is_pooled_by_gpu_type(dag_bag) -> None:
     """Every GPU type of the catalogue has its own mapped task, pool and, if asked for, queue."""
     from coral_airflow.policy import GPU_TYPES as LISTED

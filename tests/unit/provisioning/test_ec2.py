@@ -185,6 +185,32 @@ def test_interrupted_spot_machines_are_named(client) -> None:
     assert replace(cloud, client_of=lambda _: Client()).interrupted() == {machine}
 
 
+def test_a_machine_whose_tags_say_nothing_blinds_nobody(client, caplog) -> None:
+    """Of three, one lost a tag and one has a market of its own: all are asked, one may be ended; 4 - 1 - 2 are left.
+
+    The two may be of either pool, so that they count in both: 4 - 0 - 2 of the spot machines.
+    """
+    cloud = provisioner(client)
+    good, lost, odd = (str(one.node.id) for one in cloud.provision(request(3)))
+    client.delete_tags(Resources=[lost], Tags=[{"Key": "coral:configuration"}])
+    client.create_tags(Resources=[odd], Tags=[{"Key": "coral:market", "Value": "free"}])
+    assert set(cloud.endpoints()) == {good, lost, odd}
+    assert cloud.releasable() == cloud.booting() == {good}
+    assert cloud.obtainable() == {L4: 1, SPOT: 2}
+    assert lost in caplog.text
+    cloud.release((NodeId(good), NodeId(lost), NodeId(odd)))
+    assert set(cloud.endpoints()) == {lost, odd}
+
+
+def test_what_was_launched_is_known_without_its_tags(client) -> None:
+    """EC2 may show tags a moment later; a launch that fails to be read would be bought again."""
+    client.meta.events.register(
+        "after-call.ec2.RunInstances", lambda parsed, **_: [one.pop("Tags", None) for one in parsed["Instances"]]
+    )
+    (came,) = provisioner(client).provision(request(1))
+    assert (came.node.configuration, came.node.market) == ("L4x1", Market.ON_DEMAND)
+
+
 def test_settings_check_themselves() -> None:
     """Regions of another provider and negative limits are refused."""
     target = LaunchTarget(launch_template="t", machine_type="m", max_nodes=-1)

@@ -14,7 +14,7 @@ from coral_tasks.domain.names import Market, NodeConfigurationId, RegionId
 from coral_tasks.domain.transition import NodeRequest
 from coral_tasks.provisioning.static import StaticProvisioner
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import fleet_access
+from coral_tasks.tasks import allocation, fleet_access, inputs
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 POOL: dict[str, Any] = {
@@ -82,7 +82,8 @@ def test_the_machine_type_comes_from_the_catalogue(settings) -> None:
         ({"pools": []}, "length >= 1"),
         ({"fleet": ""}, "length >= 1"),
         ({"agent_port": 0}, ">= 1"),
-        ({"shortage_s": -1}, ">= 0"),
+        ({"shortage_s": -1}, ">= 60"),
+        ({"shortage_s": 0}, ">= 60"),
         ({"provision_timeout_s": 3000}, "<= 1200"),
         ({"pools": [{**POOL, "max_nodes": -1}]}, ">= 0"),
         ({"pools": [{**POOL, "max_nodes": 2.5}]}, "Expected `int`"),
@@ -111,18 +112,40 @@ def test_all_mistakes_of_the_pools_are_told_at_once(settings) -> None:
         fleet_access.provisioner_of(settings)
 
 
-def test_an_address_with_a_password_is_refused(settings) -> None:
-    """The address would end up in logs."""
-    write(settings, {**FILE, "endpoint_url": "http://user:secret@127.0.0.1:5000"})
-    with pytest.raises(ValidationFailed, match="must not hold a user or a password") as error:
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("http://user:secret@127.0.0.1:5000", "must not hold a user or a password"),
+        ("user:secret@127.0.0.1:5000", "must not hold a user or a password"),
+        ("http:\\\\user:secret@127.0.0.1", "must not hold a user or a password"),
+        ("http://127.0.0.1:5000/?key=secret", "must be an address such as"),
+        ("http://[secret", "must be an address such as"),
+        ("http://127.0.0.1:secret", "must be an address such as"),
+        ("http://127.0.0.1:99999", "must be an address such as"),
+        ("secret", "must be an address such as"),
+        ("", "must be an address such as"),
+    ],
+)
+def test_an_address_that_cannot_be_used_or_holds_a_secret_is_refused(settings, address: str, text: str) -> None:
+    """It is named as a mistake, and not repeated: it would end up in logs."""
+    write(settings, {**FILE, "endpoint_url": address})
+    with pytest.raises(ValidationFailed, match=text) as error:
         fleet_access.provisioner_of(settings)
     assert "secret" not in str(error.value)
+
+
+def test_a_shortage_noted_by_a_clock_that_ran_ahead_does_not_last(settings, monkeypatch) -> None:
+    """Noted for next year, before the clock was set right: the pool gives its 5 again."""
+    write(settings, FILE)
+    monkeypatch.setattr("coral_tasks.provisioning.ec2.Ec2Provisioner._held", lambda _: [])
+    fleet_access.note_shortage(settings, [request(1)], NOW + timedelta(days=365))
+    assert [one["nodes"] for one in fleet_access.obtainable(settings, NOW)["pools"]] == [5]
 
 
 def test_a_pool_that_came_short_gives_nothing_for_a_while(settings, monkeypatch) -> None:
     """2 and 1 missing make 3; for 900 s the pool gives none and says why, then its 5 again; others are as before."""
     write(settings, {**FILE, "pools": [POOL, {**POOL, "configuration": "L40Sx1"}]})
-    monkeypatch.setattr("coral_tasks.provisioning.ec2.Ec2Provisioner.machines", lambda _: ())
+    monkeypatch.setattr("coral_tasks.provisioning.ec2.Ec2Provisioner._held", lambda _: [])
     said = fleet_access.note_shortage(settings, [request(2), request(1)], NOW)
     assert said == ["3 aws/us-east-2 L4x1 spot"]
 
@@ -146,3 +169,10 @@ def test_a_damaged_memory_of_shortage_is_a_fault(settings) -> None:
     path.write_bytes(b"[{")
     with pytest.raises(StorageFault, match=r"shortage\.json"):
         fleet_access.obtainable(settings, NOW)
+
+
+def test_a_run_that_came_to_no_dispatch_misses_no_nodes(settings) -> None:
+    """Refused by the gate, or not even opened: there is no shortage to start another run for, and no error."""
+    assert allocation.shortage("never-opened") == []
+    inputs.run_store(settings).open("refused")
+    assert allocation.shortage("refused") == []
