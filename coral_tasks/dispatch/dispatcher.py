@@ -274,8 +274,6 @@ class _Dispatch:
         """
         deadline_s = time.monotonic() + self.options.provision_timeout_s
         self._connect(links)
-        if self.provisioner is not None:
-            self.awaited |= self.provisioner.booting() - self.settled
         observation = self._look(links, deadline_s)
         while self.awaited and not observation.superseded and time.monotonic() < deadline_s:
             self._connect_again(links)
@@ -299,6 +297,8 @@ class _Dispatch:
             self.problems.append(f"round {self.round}: gone before an agent answered: {', '.join(sorted(lost))}")
             self.awaited -= lost
             self.shortage += [_not_had(one) for one in self.launched if one.node.id in lost]
+        own = {one.node.id for one in self.launched}
+        self.awaited = (self.awaited & own) | (self.provisioner.booting() - self.settled)
 
     def _connect_again(self, links: AgentLinks) -> None:
         """A cloud that does not answer once is no reason to leave machines behind that were just launched."""

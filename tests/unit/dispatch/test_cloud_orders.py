@@ -183,6 +183,18 @@ def test_a_machine_that_is_gone_is_not_waited_for(send) -> None:
     assert any("gone before an agent answered: i-0000" in one for one in result.problems)
 
 
+def test_a_machine_of_before_is_waited_for_until_it_is_no_longer_young(send) -> None:
+    """Launched by an earlier dispatch, silent since: the wait ends with its youth, not an hour from now."""
+
+    def grow_old(world: World, number: int) -> None:
+        world.young = {"i-0000"} if number < 3 else set()
+
+    world = World(held=machine("i-0000"), silent={"i-0000"}, on_look=grow_old)
+    result = send(world, provision_timeout_s=3600.0)
+    assert world.calls["endpoints"] == 3
+    assert (result.unreachable, world.ended) == (("i-0000",), [])
+
+
 def test_the_cloud_is_asked_with_a_pause_while_a_machine_boots(send) -> None:
     """A machine without an address yet: in 0.2 s at a pause of 0.05 s there is room for a handful of looks."""
     world = World(unlisted={"i-0000"})
