@@ -38,9 +38,12 @@ class InventorySource:
     trouble: tuple[str, ...] = ()
 
     def __call__(self, now: datetime) -> SourceBatch:
-        """Count nodes by pool. Raises SourceFault if no agent answered."""
+        """Count nodes by pool; none where there is no agent to ask, as before a cloud's first machine.
+
+        Raises SourceFault if there are agents and none answered.
+        """
         del now
-        if self.num_answered == 0:
+        if self.num_agents and self.num_answered == 0:
             message = "availability: none of the agents answered; unknown is not zero"
             raise SourceFault(message)
         return batch_of(
@@ -92,11 +95,12 @@ def _merge(
 def merged_batch(stated: Sequence[SourceBatch], held: Sequence[SourceBatch], context: GateContext) -> SourceBatch:
     """One availability batch of several. Each pool: the lowest of the ``stated`` figures, at least what is ``held``.
 
-    A quota and a stock list are both ceilings, so the lower one holds. A part that the gate would refuse is passed on
-    as it came, so that its own violations are reported and none is merged away.
+    A quota and a stock list are both ceilings, so the lower one holds. Where no agent is to be asked, nothing is held.
+    A part that the gate would refuse is passed on as it came, so that its own violations are reported and none is
+    merged away.
     """
     tables: list[list[tuple[NodeAvailability, ...]]] = [[], []]
-    for place, batch in [*((0, one) for one in stated), *((1, one) for one in held)]:
+    for place, batch in [*((0, one) for one in stated), *((1, one) for one in held if one.expected != 0)]:
         # what was accepted last came from the merge, so a part is not held against it
         outcome = check_table(contract_of("availability"), batch.raw(), replace(context, previous=None))
         if outcome.table is None:

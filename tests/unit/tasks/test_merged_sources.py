@@ -93,6 +93,16 @@ def test_the_lowest_ceiling_holds_but_never_below_what_is_held() -> None:
     assert batch.source == "file + quota + node agents"
 
 
+def test_before_the_first_machine_of_a_cloud_nothing_is_held() -> None:
+    """No agent to ask is no fault: the file's 4 stand; alone, such an inventory is refused as every empty table is."""
+    nobody = InventorySource(nodes=(), observed_at=NOW, num_agents=0, num_answered=0)
+    batch = merged_batch([stated("file", A=4)], [nobody(NOW)], GateContext(now=NOW))
+    outcome = check_table(contract_of("availability"), batch.raw(), GateContext(now=NOW))
+    assert outcome.table is not None
+    assert [row.available_nodes for row in availability_rows(outcome.table)] == [4]
+    assert check_table(contract_of("availability"), nobody(NOW).raw(), GateContext(now=NOW)).table is None
+
+
 def test_a_bad_part_is_not_merged_away() -> None:
     """A negative count beside a good quota reaches the gate as it came, with its own row."""
     bad = stated("file", A=-1)
