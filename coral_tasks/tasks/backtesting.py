@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from coral_tasks.simulation import RequestTrace
 
 INTERVAL_S: Final = 300.0
+WANDER_INTERVALS: Final = 6
+"""Made-up availability changes every half hour, however often is planned: else a policy that plans more often would
+meet another supply."""
+
 MAX_HOURS: Final = 744.0
 """A month."""
 
@@ -210,7 +214,7 @@ def read_day(request: BacktestRequest) -> Day:
     """The record in the request's files, or the setup's day from midnight on. Raises ValidationFailed for bad files."""
     world = _world(request)
     if request.demand is None:
-        return Day(world=world, intervals=_setup_day(request), offered=tuple(offered_nodes(world)))
+        return Day(world=world, intervals=_setup_day(request), offered=_offered(request, world))
     return _recorded_day(request, request.demand, world)
 
 
@@ -225,11 +229,19 @@ def _recorded_day(request: BacktestRequest, demand: Path, world: World) -> Day:
     return Day(
         world=world,
         intervals=intervals,
-        offered=tuple(offered_nodes(world)),
+        offered=_offered(request, world),
         recorded=True,
         prices=() if prices is None else tuple(prices.at(moment) for moment in moments),
         availability=() if availability is None else tuple(availability.at(moment) for moment in moments),
     )
+
+
+def _offered(request: BacktestRequest, world: World) -> tuple[Mapping[Any, int], ...]:
+    """Made-up nodes on offer at each planning moment."""
+    num_changes = -(-request.num_intervals // WANDER_INTERVALS)
+    wandering = dataclasses.replace(world, request=dataclasses.replace(world.request, num_epochs=num_changes))
+    offered = offered_nodes(wandering)
+    return tuple(offered[k * request.every // WANDER_INTERVALS] for k in range(request.num_plans))
 
 
 def _world(request: BacktestRequest) -> World:

@@ -66,6 +66,14 @@ def test_last_value_takes_the_interval_before_times_the_margin(work):
     assert planned == pytest.approx({row.model: 1.5 * row.requests_per_s for row in day.intervals[3]})
 
 
+def test_made_up_supply_is_the_same_however_often_is_planned(work):
+    """Ninety minutes planned every five: the supply of half past and of the hour is what plans every thirty see."""
+    often, seldom = (read_day(BacktestRequest(work=work, hours=1.5, every=every)).offered for every in (1, 6))
+    assert (len(often), len(seldom)) == (18, 3)
+    assert [often[k] for k in (0, 6, 12)] == list(seldom)
+    assert often[5] == often[0] != often[6]
+
+
 def test_bad_requests_are_refused(tmp_path):
     """An unknown policy lists the known ones; hours and intervals must be above zero."""
     with pytest.raises(UnknownName, match="forecast, last, oracle, peak"):
