@@ -30,8 +30,9 @@ def make_client(
     endpoint_url: str | None = None,
     connect_s: float = 5.0,
     read_s: float = 20.0,
+    tries: int = 4,
 ) -> Any:
-    """A boto3 client with time limits and at most four tries with back-off (429 and 5xx are tried again).
+    """A boto3 client with time limits and at most ``tries`` tries with back-off (429 and 5xx are tried again).
 
     ``region`` and ``endpoint_url`` None: from boto3's usual settings, as credentials always are. Raises ``fault`` for
     settings that make no client (no region, an address that is none).
@@ -41,7 +42,7 @@ def make_client(
 
     with aws_call(f"aws {service}: no client", fault):
         config = Config(
-            connect_timeout=connect_s, read_timeout=read_s, retries={"mode": "standard", "total_max_attempts": 4}
+            connect_timeout=connect_s, read_timeout=read_s, retries={"mode": "standard", "total_max_attempts": tries}
         )
         with _MAKING:
             return boto3.client(service, region_name=region, endpoint_url=endpoint_url, config=config)

@@ -90,13 +90,18 @@ class _Held:
     node: Node | None
 
 
-def client_factory(endpoint_url: str | None = None) -> Callable[[RegionId], Any]:
-    """Boto3 EC2 clients by ``aws/<region>``, one each, with boto3's usual credentials."""
+def client_factory(endpoint_url: str | None = None, *, quick: bool = False) -> Callable[[RegionId], Any]:
+    """Boto3 EC2 clients by ``aws/<region>``, one each, with boto3's usual credentials.
+
+    ``quick``: one short try, for onlookers who are themselves waited for.
+    """
+    limits: dict[str, Any] = {"connect_s": 1.0, "read_s": 3.0, "tries": 1} if quick else {}
     made: dict[RegionId, Any] = {}
 
     def client_of(region: RegionId) -> Any:
         if region not in made:
-            made[region] = make_client("ec2", region.removeprefix("aws/"), SourceFault, endpoint_url=endpoint_url)
+            name = region.removeprefix("aws/")
+            made[region] = make_client("ec2", name, SourceFault, endpoint_url=endpoint_url, **limits)
         return made[region]
 
     return client_of

@@ -88,15 +88,16 @@ def has_fleet(settings: Settings) -> bool:
     return any((settings.home / name).is_file() for name in (_INVENTORY, _PROVISIONING))
 
 
-def observe(settings: Settings, *, wait_s: float = 5.0) -> Observation:
-    """What all agents say now, those of launched machines too."""
-    home = settings.home
-    return dispatching.observe(home / _INVENTORY, home / "keys", wait_s=wait_s, provisioner=provisioner_of(settings))
+def observe(settings: Settings, *, wait_s: float = 5.0, quick: bool = False) -> Observation:
+    """What all agents say now, those of launched machines too. ``quick``: a cloud that hangs is given up soon."""
+    home, cloud = settings.home, provisioner_of(settings, quick=quick)
+    return dispatching.observe(home / _INVENTORY, home / "keys", wait_s=wait_s, provisioner=cloud)
 
 
-def provisioner_of(settings: Settings, path: Path | None = None) -> Provisioner:
+def provisioner_of(settings: Settings, path: Path | None = None, *, quick: bool = False) -> Provisioner:
     """What obtains nodes for this home, by ``path``, else ``<home>/provisioning.json``; without it none can be had.
 
+    ``quick``: asks the cloud once and briefly.
     Raises ValidationFailed with everything that is wrong with the file.
     """
     from coral_tasks.provisioning.ec2 import Ec2Provisioner, Ec2Settings, LaunchTarget, client_factory
@@ -120,7 +121,7 @@ def provisioner_of(settings: Settings, path: Path | None = None) -> Provisioner:
         agent_key=found.agent_key,
         boot_s=found.provision_timeout_s,
     )
-    return Ec2Provisioner(settings=ec2, client_of=client_factory(found.endpoint_url))
+    return Ec2Provisioner(settings=ec2, client_of=client_factory(found.endpoint_url, quick=quick))
 
 
 def read_provisioning(settings: Settings, path: Path | None = None) -> Ec2 | None:

@@ -247,7 +247,7 @@ def _agents(metrics: Metrics, settings: Settings) -> None:
 
     if not fleet_access.has_fleet(settings):
         return
-    seen = fleet_access.observe(settings, wait_s=AGENTS_WAIT_S)
+    seen = fleet_access.observe(settings, wait_s=AGENTS_WAIT_S, quick=True)
     for name in sorted({*seen.unreachable, *(one.agent for one in seen.targets.values())}):
         metrics.put("coral_agent_up", name not in seen.unreachable, name)
     for node in seen.nodes.values():

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from coral_tasks.dispatch.observation import Observation, build_observation
 from coral_tasks.domain.errors import StorageFault, ValidationFailed
 from coral_tasks.domain.names import Market, NodeConfigurationId, RegionId
 from coral_tasks.domain.transition import NodeRequest
+from coral_tasks.provisioning.ec2 import Ec2Provisioner
 from coral_tasks.provisioning.static import StaticProvisioner
 from coral_tasks.settings import Settings
-from coral_tasks.tasks import allocation, fleet_access, inputs
+from coral_tasks.tasks import allocation, fleet_access, inputs, observing
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 POOL: dict[str, Any] = {
@@ -72,6 +74,22 @@ def test_the_machine_type_comes_from_the_catalogue(settings) -> None:
     assert found == {"spot": ("g6.xlarge", 5), "on_demand": ("g6.2xlarge", 7)}
     assert made.settings.boot_s == 90.0
     assert fleet_access.has_fleet(settings) is True
+
+
+def test_a_scrape_does_not_wait_for_a_cloud_that_hangs(settings, monkeypatch) -> None:
+    """A scraper gives up after 10 s, on all metrics: EC2 gets one try of 1 + 3 s there, four of 25 s elsewhere."""
+    write(settings, FILE)
+    made = []
+
+    def observe(*_: object, provisioner: Ec2Provisioner, **__: object) -> Observation:
+        made.append(provisioner.client_of(RegionId("aws/us-east-2")).meta.config)
+        return build_observation({}, [])
+
+    monkeypatch.setattr("coral_tasks.tasks.dispatching.observe", observe)
+    observing.collect(settings)
+    fleet_access.observe(settings)
+    found = [(one.connect_timeout, one.read_timeout, one.retries["total_max_attempts"]) for one in made]
+    assert found == [(1.0, 3.0, 1), (5.0, 20.0, 4)]
 
 
 @pytest.mark.parametrize(
