@@ -46,7 +46,8 @@ class Answer(NamedTuple):
 LISTING = """<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>plans</Name>
 <IsTruncated>false</IsTruncated><Contents><Key>lib/a.csv</Key><Size>3</Size><ETag>"state"</ETag>
 <LastModified>2026-11-29T11:00:00.000Z</LastModified></Contents></ListBucketResult>"""
-MACHINE = """<item><instanceId>i-1</instanceId><privateIpAddress>10.0.0.1</privateIpAddress><tagSet>
+MACHINE = """<item><instanceId>i-1</instanceId><launchTime>2026-11-29T11:00:00.000Z</launchTime>
+<privateIpAddress>10.0.0.1</privateIpAddress><tagSet>
 <item><key>coral:configuration</key><value>L4x1</value></item><item><key>coral:market</key><value>on_demand</value></item>
 </tagSet></item>"""
 TERM = {"priceDimensions": {"d": {"unit": "Hrs", "pricePerUnit": {"USD": "0.8"}}}}
@@ -273,9 +274,8 @@ FIELDS: list[tuple[str, str, str]] = [
     ("prefix lists", "2026-11-29T11:00:00.000Z", "2026-13-45"),
     ("prefix lists", "<LastModified>2026-11-29T11:00:00.000Z</LastModified>", ""),
     ("fleet", "<instanceId>i-1</instanceId>", ""),
-    ("fleet", "<value>L4x1</value>", ""),
-    ("fleet", "coral:market", "coral:place"),
-    ("fleet", "on_demand", "borrowed"),
+    ("fleet", "<launchTime>2026-11-29T11:00:00.000Z</launchTime>", ""),
+    ("fleet", "2026-11-29T11:00:00.000Z", "soon"),
     ("fleet", "instancesSet", "others"),
     ("launch", "instancesSet", "others"),
     ("release", "instancesSet", "others"),
