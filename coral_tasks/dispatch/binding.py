@@ -32,7 +32,8 @@ class Situation:
 
     ``excluded``: nodes that must not take new instances. ``load``: requests in flight by instance.
     ``used_ids``: instance ids that must not be used again. ``obtainable``: nodes that could be provisioned, by pool.
-    ``releasable``: nodes that a provisioner can give back.
+    ``releasable``: nodes that a provisioner can give back. ``interrupted``: those that it is about to
+    lose, excluded too.
     """
 
     excluded: AbstractSet[NodeId] = frozenset()
@@ -40,6 +41,7 @@ class Situation:
     used_ids: AbstractSet[str] = frozenset()
     obtainable: Mapping[Pool, int] = field(default_factory=dict)
     releasable: AbstractSet[NodeId] = frozenset()
+    interrupted: AbstractSet[NodeId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,15 +173,15 @@ def preview(
     plan: AllocationPlan, observation: Observation, options: DispatchOptions, provisioner: Provisioner | None = None
 ) -> Transition:
     """The checked transition that a dispatch would begin with. Raises PlanRejected if the check refuses it."""
-    excluded = frozenset(observation.excluded) | options.excluded
-    if provisioner is not None:
-        excluded |= provisioner.interrupted()
+    interrupted = provisioner.interrupted() if provisioner is not None else frozenset()
+    excluded = frozenset(observation.excluded) | options.excluded | interrupted
     situation = Situation(
         excluded=excluded,
         load=observation.load,
         used_ids=observation.used_ids,
         obtainable=provisioner.obtainable() if provisioner is not None else {},
         releasable=_releasable(observation, provisioner),
+        interrupted=interrupted,
     )
     transition = plan_transition(plan, observation.fleet, shapes=options.shapes, situation=situation)
     require_safe(transition, plan, observation.fleet, shapes=options.shapes, excluded=excluded)

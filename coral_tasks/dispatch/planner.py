@@ -205,6 +205,8 @@ def _plan_with(
     order, _ = best_order(problem)
     _write_waves(writer, groups, order)
     gone = tuple(node for node in writer.free.idle() if node in situation.releasable or node.startswith("pending/"))
+    # empty by now, and in the way of its successor as long as it counts against the most that may be held
+    gone += tuple(node.id for node in fleet.nodes if node.id in situation.releasable & situation.interrupted)
     if gone:
         writer.add(StepKind.RELEASE, nodes=gone)
     return Transition(

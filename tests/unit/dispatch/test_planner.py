@@ -58,6 +58,19 @@ def test_a_fleet_as_planned_needs_nothing() -> None:
     assert plan_transition(plan({"one": 1}, ONE), seen).is_empty
 
 
+def test_a_machine_about_to_be_taken_back_makes_room_for_the_next() -> None:
+    """The most allowed are held: the doomed one is drained, stopped and ended, so that another can be had; b stays."""
+    wanted = plan({"one": 1}, ONE)
+    seen = fleet([node("a"), node("b")], instance("x", ONE, (("a",),)))
+    doomed = frozenset({NodeId("a")})
+    situation = Situation(excluded=doomed | {NodeId("b")}, releasable={NodeId("a"), NodeId("b")}, interrupted=doomed)
+    made = plan_transition(wanted, seen, situation=situation)
+    assert kinds(made) == ["route", "drain", "stop", "release"]
+    assert made.steps[-1].nodes == ("a",)
+    assert [one.count for one in made.unplaced] == [1]
+    require_safe(made, wanted, seen, excluded=situation.excluded)
+
+
 def test_without_spare_nodes_the_dip_is_stated() -> None:
     """Two nodes, both in use, to become one pipeline: capacity must fall to zero in between, and that is said."""
     wanted = plan({"two": 1}, ONE, TWO)
