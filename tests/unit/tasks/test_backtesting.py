@@ -37,6 +37,8 @@ from coral_tasks.tasks.backtesting import (
 from coral_tasks.tasks.demand import TRACE_OF
 from coral_tasks.tasks.recorded_day import read_demand_record, read_prices
 
+pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles solver and event loop
+
 _SPEC = importlib.util.spec_from_file_location("fleet_kit", Path(__file__).parents[1] / "simulation" / "fleet_kit.py")
 kit = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(kit)

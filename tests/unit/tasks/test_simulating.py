@@ -18,6 +18,8 @@ from coral_tasks.tasks.simulating import (
     timing_source,
 )
 
+pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles the event loop
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 OWN = "arrival_s,model,prompt_tokens,output_tokens\n"
 PRICES = "region,configuration,market,price_usd_per_hour\n"
