@@ -146,7 +146,8 @@ def dispatch(
         if seen.unreachable:
             raise NotConverged(f"no answer from {', '.join(seen.unreachable)}")
         return
-    result = dispatching.dispatch(wanted, home=home, agents=agents, keys=keys, provisioner=cloud)
+    options = fleet_access.dispatch_options(settings, provisioning)
+    result = dispatching.dispatch(wanted, home=home, agents=agents, keys=keys, options=options, provisioner=cloud)
     if as_json:
         typer.echo(msgspec.json.encode(result))
     else:

@@ -38,7 +38,7 @@ from coral_tasks.tasks import (
 from coral_tasks.tasks.sharing import shared
 
 if TYPE_CHECKING:
-    from coral_tasks.dispatch.dispatcher import DispatchResult
+    from coral_tasks.dispatch.dispatcher import DispatchOptions, DispatchResult
     from coral_tasks.dispatch.observation import Observation
     from coral_tasks.domain.market import NodeAvailability
     from coral_tasks.domain.plan import AllocationPlan
@@ -392,15 +392,10 @@ def _why_no_dispatch(settings: Settings, run: Run) -> str:
     return approval.refusal(run) if mode == "approve" else ""
 
 
-def _dispatch_options(settings: Settings, run: Run) -> Any:
-    from coral_tasks.dispatch.dispatcher import DispatchOptions
-
+def _dispatch_options(settings: Settings, run: Run) -> DispatchOptions:
     loaded = inputs.load_inputs(settings, run.id)
-    options = DispatchOptions(
-        shapes={row.model: row.shape for row in loaded.demand}, routing_folder=settings.home / "routing"
-    )
-    provisioning = fleet_access.read_provisioning(settings)
-    return options if provisioning is None else replace(options, provision_timeout_s=provisioning.provision_timeout_s)
+    shapes = {row.model: row.shape for row in loaded.demand}
+    return fleet_access.dispatch_options(settings, shapes=shapes, routing_folder=settings.home / "routing")
 
 
 @shared()

@@ -11,6 +11,7 @@ does without for a while. The file::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -23,7 +24,7 @@ from coral_tasks.settings import Settings
 from coral_tasks.tasks import dispatching
 
 if TYPE_CHECKING:
-    from coral_tasks.dispatch.dispatcher import Provisioner
+    from coral_tasks.dispatch.dispatcher import DispatchOptions, Provisioner
     from coral_tasks.dispatch.observation import Observation
     from coral_tasks.domain.transition import NodeRequest
 
@@ -122,6 +123,15 @@ def provisioner_of(settings: Settings, path: Path | None = None, *, quick: bool 
         boot_s=found.provision_timeout_s,
     )
     return Ec2Provisioner(settings=ec2, client_of=client_factory(found.endpoint_url, quick=quick))
+
+
+def dispatch_options(settings: Settings, path: Path | None = None, **fields: Any) -> DispatchOptions:
+    """Options of a dispatch; new machines get the time that the file gives them, and are ended after it."""
+    from coral_tasks.dispatch.dispatcher import DispatchOptions
+
+    found = read_provisioning(settings, path)
+    options = DispatchOptions(**fields)
+    return options if found is None else replace(options, provision_timeout_s=found.provision_timeout_s)
 
 
 def read_provisioning(settings: Settings, path: Path | None = None) -> Ec2 | None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from coral_tasks.cli import agent
+from coral_tasks.dispatch.dispatcher import DispatchOptions
 from coral_tasks.dispatch.observation import Observation, build_observation
-from coral_tasks.domain.errors import StorageFault, ValidationFailed
+from coral_tasks.domain.errors import StorageFault, Unavailable, ValidationFailed
 from coral_tasks.domain.names import Market, NodeConfigurationId, RegionId
 from coral_tasks.domain.transition import NodeRequest
 from coral_tasks.provisioning.ec2 import Ec2Provisioner
@@ -90,6 +92,24 @@ def test_a_scrape_does_not_wait_for_a_cloud_that_hangs(settings, monkeypatch) ->
     fleet_access.observe(settings)
     found = [(one.connect_timeout, one.read_timeout, one.retries["total_max_attempts"]) for one in made]
     assert found == [(1.0, 3.0, 1), (5.0, 20.0, 4)]
+
+
+def test_machines_get_the_time_of_the_file_from_every_dispatch(settings, monkeypatch, tmp_path) -> None:
+    """``coral dispatch`` too: with the default of 600 s it would end machines that may take 1200."""
+    assert fleet_access.dispatch_options(settings).provision_timeout_s == 600.0
+    path = tmp_path / "cloud.json"
+    path.write_text(json.dumps({**FILE, "provision_timeout_s": 1200}), encoding="utf-8")
+    given: list[float] = []
+
+    def dispatch(*_: object, options: DispatchOptions, **__: object) -> None:
+        given.append(options.provision_timeout_s)
+        raise Unavailable("seen enough")
+
+    monkeypatch.setattr("coral_tasks.tasks.dispatching.read_plan", lambda _: None)
+    monkeypatch.setattr("coral_tasks.tasks.dispatching.dispatch", dispatch)
+    with pytest.raises(Unavailable, match="seen enough"):
+        agent.dispatch(plan=tmp_path, provisioning=path)
+    assert given == [1200.0]
 
 
 @pytest.mark.parametrize(
