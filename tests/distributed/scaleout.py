@@ -7,6 +7,7 @@ know they know through S3. Where that needs rights this machine does not give, b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -19,7 +20,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ class Stack:
             message = f"{ended[0]} ended with {ended[1]}:\n{tail}"
             raise AssertionError(message)
 
-    def trigger(self, dag: str, run_id: str, **conf: str) -> None:
+    def trigger(self, dag: str, run_id: str, **conf: object) -> None:
         """Start a run by hand."""
         body = {"logical_date": None, "dag_run_id": run_id, "conf": conf}
         self.call("POST", f"/dags/{dag}/dagRuns", body)
@@ -190,6 +190,30 @@ class Stack:
         done = subprocess.run([str(_program("pg_dump")), address], capture_output=True, text=True, check=True)
         return done.stdout
 
+    def connect(self) -> Any:
+        """A session of its own in Airflow's database."""
+        import psycopg2
+
+        return psycopg2.connect(self.environment["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"].replace("+psycopg2", ""))
+
+    def sql(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Rows of a query in Airflow's database, or nothing for a statement, committed."""
+        with contextlib.closing(self.connect()) as session, session, session.cursor() as cursor:
+            cursor.execute(query, values or None)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def clean_database(self, days: int) -> subprocess.Popen[str]:
+        """Start ``docker/clean-database`` as one of the components would."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            [str(PROJECT / "docker" / "clean-database"), str(days)],
+            env=self.environment | {"PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
     def worker_of(self, pid: int) -> str:
         """The worker among whose descendants a process is."""
         by_pid = {child.pid: name for name, child in self.workers.items()}
@@ -237,7 +261,7 @@ def _can_separate() -> bool:
     return done.returncode == 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def running_stack(root: Path) -> Iterator[Stack]:
     """Servers, database and components up; workers not started yet."""
     with ChildGroups() as children:

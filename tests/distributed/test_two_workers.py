@@ -5,8 +5,11 @@ The tests build on each other, in this order, on one stack.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -27,7 +30,14 @@ from coral_tasks.tasks import demo, dispatching, local_fleet
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
-LIBRARY, ALLOCATION = "coral_template_library", "coral_allocation"
+LIBRARY, ALLOCATION = DAGS = "coral_template_library", "coral_allocation"
+COPIES = r"SELECT table_name FROM information_schema.tables WHERE table_name LIKE '\_airflow\_deleted%'"
+TABLES_WITH_RUNS = (
+    "SELECT table_name FROM information_schema.columns WHERE table_schema = 'public' AND column_name = 'run_id'"
+)
+REMOVALS_WAITING = (
+    "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'DELETE FROM dag_run%'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +209,74 @@ def test_metrics_tell_of_the_shared_state(stack) -> None:
     assert float(lines['coral_run_timestamp_seconds{outcome="good"}']) > 0
     assert float(lines['coral_task_duration_seconds{task="solve"}']) > 0
     assert not [name for name in lines if name.startswith("coral_unreadable")]
+
+
+def test_a_cleaning_that_is_killed_takes_no_run_away(stack) -> None:
+    """Killed between its copy and its removal of runs: they stay, and so does the copy, for the next call to drop."""
+    _dry_run(stack, "manual__old")
+    assert stack.finish(ALLOCATION, "manual__old", limit_s=600) == "success"
+    _make_old(stack, ["manual__old"])
+    with contextlib.closing(stack.connect()) as holder, holder.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM dag_run WHERE run_id = 'manual__old' FOR UPDATE")
+        cleaning = stack.clean_database(30)
+        wait_for("the removal of runs", lambda: stack.sql(REMOVALS_WAITING), limit_s=120)
+        os.killpg(cleaning.pid, signal.SIGKILL)
+        cleaning.communicate()
+    wait_for("its end in the database", lambda: not stack.sql(REMOVALS_WAITING), limit_s=60)
+    assert stack.sql("SELECT state FROM dag_run WHERE run_id = 'manual__old'") == [("success",)]
+    assert [name.startswith("_airflow_deleted__dag_run") for (name,) in stack.sql(COPIES)] == [True]
+
+
+def test_old_rows_go_while_a_run_is_under_way(stack) -> None:
+    """After the kill: of runs 40 days old nothing stays but the newest that no person started; the plan in force's run
+    stays whole, the run under way ends right, and a second cleaning finds nothing.
+    """
+    in_force = json.loads(_object("current/run.json"))["run"]
+    _dry_run(stack, "manual__during")
+    wait_for("the run", lambda: stack.run_state(ALLOCATION, "manual__during") == "running", limit_s=300)
+    of_force = stack.sql("SELECT count(*) FROM task_instance WHERE run_id = %s", in_force)
+    ended = {run for (run,) in stack.sql("SELECT run_id FROM dag_run WHERE state IN ('success', 'failed')")}
+    old = ended - {in_force, "manual__during"}
+    _make_old(stack, sorted(old - {"manual__old"}))
+    begun = stack.sql("SELECT dag_id, run_id, run_type, start_date FROM dag_run WHERE start_date IS NOT NULL")
+
+    for number in range(2):
+        done = stack.clean_database(30)
+        told = done.communicate()[0]
+        assert done.returncode == 0, told
+        found = [int(line.split()[1]) for line in told.splitlines() if line.startswith("Found ")]
+        assert (sum(found) > 0) == (number == 0), told
+    newest = {max((at, run) for dag, run, kind, at in begun if dag == one and kind != "manual")[1] for one in DAGS}
+    gone = sorted(old - newest)
+    assert "manual__old" in gone
+    assert {run for (run,) in stack.sql("SELECT run_id FROM dag_run")} >= {run for _, run, *_ in begun} - set(gone)
+    for table in [name for (name,) in stack.sql(TABLES_WITH_RUNS)]:
+        assert stack.sql(f"SELECT run_id FROM {table} WHERE run_id = ANY(%s)", gone) == [], table
+    assert stack.sql("SELECT count(*) FROM task_instance WHERE run_id = %s", in_force) == of_force > [(0,)]
+    assert {dag for (dag,) in stack.sql("SELECT dag_id FROM dag WHERE NOT is_paused")} == set(DAGS)
+    assert stack.sql(COPIES) == []
+    assert stack.finish(ALLOCATION, "manual__during", limit_s=600) == "success"
+
+
+def _dry_run(stack: Stack, run: str) -> None:
+    """A run by hand that leaves nothing behind but its folder and its rows."""
+    stack.trigger(ALLOCATION, run, reason="rows", dry_run=True)
+
+
+def _make_old(stack: Stack, runs: list[str]) -> None:
+    """Let runs, and everything that the database holds of them, be 40 days older."""
+    of_tasks = "(SELECT {} FROM task_instance WHERE run_id = ANY(%s))"
+    for table, moment, which in (
+        ("task_reschedule", "start_date", f"ti_id IN {of_tasks.format('id')}"),
+        ("celery_taskmeta", "date_done", f"task_id IN {of_tasks.format('external_executor_id')}"),
+        ("asset_event", "timestamp", "source_run_id = ANY(%s)"),
+        ("log", "dttm", "run_id = ANY(%s)"),
+        ("xcom", "timestamp", "run_id = ANY(%s)"),
+        ("task_instance_history", "start_date", "run_id = ANY(%s)"),
+        ("task_instance", "start_date", "run_id = ANY(%s)"),
+        ("dag_run", "start_date", "run_id = ANY(%s)"),
+    ):
+        stack.sql(f"UPDATE {table} SET {moment} = {moment} - INTERVAL '40 days' WHERE {which}", runs)
 
 
 def test_every_server_listens_on_loopback_only(stack) -> None:
