@@ -80,7 +80,7 @@ class Provisioner(Protocol):
         """Nodes about to be taken back (spot): their instances are replaced, then drained."""
 
     def endpoints(self) -> Mapping[str, str]:
-        """Agents of the nodes it launched: name to address."""
+        """Agents of the nodes it launched: name, which is the node's, to address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,8 +149,8 @@ class LateMachine:
         if self.stock < request.count:
             raise Unavailable("InsufficientInstanceCapacity")
         self.stock -= request.count
-        self.agents.start("b")
-        self.ours = {"b1": "b"}
+        self.agents.start("b1")
+        self.ours = {"b1": "b1"}
         return (ProvisionedNode(node=node("b1"), machine="i-1", address="127.0.0.1"),)
 
     def release(self, nodes: tuple[NodeId, ...]) -> None:
@@ -167,19 +167,19 @@ class LateMachine:
         return self.notices
 
     def endpoints(self) -> dict[str, str]:
-        return {"b": f"tcp://127.0.0.1:{self.agents.ports['b']}"} if self.ours else {}
+        return {"b1": f"tcp://127.0.0.1:{self.agents.ports['b1']}"} if self.ours else {}
 
 
 def only_a(agents: Bench) -> None:
-    """Take agent b out of the inventory: it exists only once it has been provisioned."""
-    agents.processes["b"].terminate()
-    agents.processes["b"].wait(20)
-    agents.hidden = {"b"}
+    """Take agent b1 out of the inventory: it exists only once it has been provisioned."""
+    agents.processes["b1"].terminate()
+    agents.processes["b1"].wait(20)
+    agents.hidden = {"b1"}
 
 
 def test_a_missing_node_is_provisioned_used_and_released(tmp_path: Path) -> None:
     """A plan that needs one more node gets it, waits for its agent, runs on it, and gives it back once drained."""
-    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
+    with bench(tmp_path, {"a": ["a1"], "b1": ["b1"]}) as agents:
         only_a(agents)
         cloud = LateMachine(agents, stock=1)
         grown = agents.dispatch(plan({"one": 2}, ONE), provisioner=cloud)
@@ -197,7 +197,7 @@ def test_a_missing_node_is_provisioned_used_and_released(tmp_path: Path) -> None
 
 def test_missing_capacity_ends_the_dispatch_before_anything_changed(tmp_path: Path) -> None:
     """The cloud has none: the result names the shortage for one more solve, and what runs is left as it was."""
-    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
+    with bench(tmp_path, {"a": ["a1"], "b1": ["b1"]}) as agents:
         only_a(agents)
         assert agents.dispatch(plan({"one": 1}, ONE)).converged
         before = agents.engines()
@@ -210,7 +210,7 @@ def test_missing_capacity_ends_the_dispatch_before_anything_changed(tmp_path: Pa
 
 def test_a_spot_notice_moves_the_instance_before_the_machine_goes(tmp_path: Path) -> None:
     """A node is about to be taken back: the same plan starts a replacement, then drains the old instance, no dip."""
-    with bench(tmp_path, {"a": ["a1"], "b": ["b1"]}) as agents:
+    with bench(tmp_path, {"a": ["a1"], "b1": ["b1"]}) as agents:
         cloud = LateMachine(agents, stock=0)
         first = agents.dispatch(plan({"one": 1}, ONE), provisioner=cloud)
         assert first.converged
