@@ -52,6 +52,12 @@ def agent(
     configuration: Annotated[str | None, typer.Option("--configuration", help="For example L4x4.")] = None,
     market: Annotated[str, typer.Option("--market", help="on_demand, spot or reserved.")] = "on_demand",
     bind: Annotated[str | None, typer.Option("--bind", help="tcp://HOST:PORT, never all interfaces.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", help="Host under which gateway and followers reach its engines.")
+    ] = None,
+    engine_host: Annotated[
+        str | None, typer.Option("--engine-host", help="Address that engines bind, never all interfaces.")
+    ] = None,
     state: Annotated[Path | None, typer.Option("--state", help="Folder of journal, logs and locks.")] = None,
     keys: Annotated[Path | None, typer.Option("--keys", help="Folder of key files.")] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="simulated or vllm.")] = None,
@@ -67,6 +73,8 @@ def agent(
     given: dict[str, Any] = {
         "name": name or node,
         "bind": bind,
+        "advertise": advertise,
+        "engine_host": engine_host,
         "state": state,
         "keys": keys,
         "engine": engine,

@@ -86,31 +86,33 @@ class Cloud:
                 self.agents[name].terminate()
 
     def _start(self, name: str, machine: dict[str, Any]) -> subprocess.Popen[bytes]:
+        """What user data does (docs/protocol.md, 9): the image's file, and options from the machine's own metadata."""
         tags = {tag["Key"]: tag["Value"] for tag in machine["Tags"]}
         host = machine["PrivateIpAddress"]
-        lines = [
-            f'name = "{name}"',
-            'key = "fleet"',
-            f'bind = "tcp://{host}:7400"',
-            f'advertise = "{host}"',
-            f'engine_host = "{host}"',
-            f'state = "{self.root / name}"',
-            f'keys = "{self.root / "keys"}"',
-            "time_scale = 50.0",
-            "tick_s = 0.05",
-            "health_s = 0.2",
-            "stop_engines_on_exit = true",
-            "[[nodes]]",
-            f'id = "{name}"',
-            'region = "aws/us-east-2"',
-            f'configuration = "{tags["coral:configuration"]}"',
-            f'market = "{tags["coral:market"]}"',
-        ]
-        path = self.root / f"{name}.toml"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        image = {
+            "key": "fleet",
+            "keys": str(self.root / "keys"),
+            "time_scale": 50.0,
+            "tick_s": 0.05,
+            "health_s": 0.2,
+            "stop_engines_on_exit": True,
+        }
+        path = self.root / "image.toml"
+        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in image.items()), encoding="utf-8")
+        options = {
+            "--config": path,
+            "--node": name,
+            "--region": "aws/us-east-2",
+            "--configuration": tags["coral:configuration"],
+            "--market": tags["coral:market"],
+            "--bind": f"tcp://{host}:7400",
+            "--advertise": host,
+            "--engine-host": host,
+            "--state": self.root / name,
+        }
+        words = [str(word) for pair in options.items() for word in pair]
         with (self.root / f"{name}.log").open("ab") as log:
-            words = [sys.executable, "-m", "coral_tasks.cli", "agent", "--config", str(path)]
-            return subprocess.Popen(words, stdout=log, stderr=log)
+            return subprocess.Popen([sys.executable, "-m", "coral_tasks.cli", "agent", *words], stdout=log, stderr=log)
 
     def close(self) -> None:
         """End every agent that is left, its engine with it."""
