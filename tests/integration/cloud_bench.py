@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +127,10 @@ class Cloud:
                 process.wait(10)
 
 
+def _reset(address: str) -> None:
+    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST"), timeout=10).close()
+
+
 @contextlib.contextmanager
 def cloud(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """A cloud of one region with one launch template, gone after the block."""
@@ -137,6 +142,7 @@ def cloud(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     server.start()
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"
+    _reset(address)  # moto's state is the process's: machines of tests before this one are in it
     client = boto3.client("ec2", region_name="us-east-2", endpoint_url=address)
     client.create_launch_template(LaunchTemplateName="coral", LaunchTemplateData={"ImageId": "ami-12c6146b"})
     made = Cloud(root=root, client=client, address=address)
@@ -156,6 +162,5 @@ def cloud(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
         made.stop.set()
         follower.join()
         made.close()
-        client.terminate_instances(InstanceIds=list(made.machines())) if made.machines() else None
-        client.delete_launch_template(LaunchTemplateName="coral")
+        _reset(address)
         server.stop()
