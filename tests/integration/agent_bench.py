@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,20 @@ def free_range(count: int) -> int:
     ports = free_ports(8 * count)
     fitting = (one for one, last in zip(ports, ports[count - 1 :], strict=False) if last - one == count - 1)
     return next(fitting)
+
+
+def end_processes(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End these processes, stopped ones too; by force those that do not go."""
+    running = [one for one in processes if one.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
 
 
 @dataclass
@@ -147,16 +161,7 @@ class Bench:
         raise TimeoutError(f"not within {limit_s} s: {what}\n{logs}")
 
     def close(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
+        end_processes(self.processes.values())
         for pid in {*self.engines(), *self._sessions()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -25,6 +25,9 @@ from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models.instances import InstanceBackend
 from moto.server import ThreadedMotoServer
 
+sys.path.insert(0, str(Path(__file__).parent))
+from agent_bench import end_processes
+
 POOLS = (("L4x1", "g6.xlarge"), ("A10Gx1", "g5.xlarge"), ("L40Sx1", "g6e.xlarge"))
 FLEET = "test"
 
@@ -117,14 +120,7 @@ class Cloud:
 
     def close(self) -> None:
         """End every agent that is left, its engine with it."""
-        for process in self.agents.values():
-            process.terminate()
-        for process in self.agents.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
+        end_processes(self.agents.values())
 
 
 def _reset(address: str) -> None:
